@@ -308,5 +308,5 @@ def _type_name(hint: Any) -> str:
 
 
 def _nearest(key: str, known: typing.Iterable[str], path: str = "") -> str:
-    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(key.lower(), list(known), n=1, cutoff=0.5)
     return f"did you mean {path + close[0]!r}? " if close else ""

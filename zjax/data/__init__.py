@@ -1,0 +1,6 @@
+"""The corpus and its batches."""
+
+from zjax.data.batches import Batches, Rows, prefetch
+from zjax.data.corpus import Corpus, load_corpus
+
+__all__ = ["Batches", "Corpus", "Rows", "load_corpus", "prefetch"]

@@ -1,0 +1,115 @@
+"""Mesh axes, and how devices lie on them. Every error about degrees is raised here.
+
+Axes, outermost first: `pipeline, replica, fsdp, expert, sequence, tensor`. Inner axes lie on the fast links (NVLink,
+ICI), outer ones on the slow (between hosts or slices). The batch is split over `DATA_AXES`; ZeRO shards state over
+`ZERO_AXES`. A logical axis may lie over several mesh axes, named `fsdp_0, fsdp_1, ...`: ask `physical_axes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from zjax.config import ConfigError, MeshConfig
+
+AXES = ("pipeline", "replica", "fsdp", "expert", "sequence", "tensor")
+DATA_AXES = ("replica", "fsdp", "expert")
+ZERO_AXES = ("fsdp", "expert", "sequence")
+SLOW_AXES = ("pipeline", "replica")
+"""Axes that are laid between hosts or slices where there are several."""
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def resolve_degrees(config: MeshConfig, n_devices: int) -> dict[str, int]:
+    """The degree of every axis, the -1 inferred; their product is `n_devices`.
+
+    Raises ConfigError, naming all factors and the device count, where they do not multiply to it.
+    """
+    degrees = dataclasses.asdict(config)
+    known = math.prod(degree for degree in degrees.values() if degree != -1)
+    shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+    if -1 in degrees.values():
+        if n_devices % known:
+            raise ConfigError(f"mesh: {shown} on {n_devices} devices: {n_devices} % {known} = {n_devices % known}, so -1 cannot be inferred")
+        return {name: n_devices // known if degree == -1 else degree for name, degree in degrees.items()}
+    if known != n_devices:
+        raise ConfigError(f"mesh: {shown} = {known}, but there are {n_devices} devices; set one axis to -1, or the device count to {known}")
+    return degrees
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of `devices` (all by default) with automatic axes.
+
+    Where the runtime tells slices (TPU) or hosts apart and the slow axes are a multiple of their number, the slow
+    axes are laid between them and the others inside (jax's hybrid mesh).
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    degrees = resolve_degrees(config, len(devices))
+    array = _lay_out(devices, degrees)
+    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def abstract_mesh(config: MeshConfig, n_devices: int) -> AbstractMesh:
+    """The same mesh without devices: plans and arithmetic need no more. Nothing can be placed on it."""
+    degrees = resolve_degrees(config, n_devices)
+    return AbstractMesh(tuple(degrees[name] for name in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _lay_out(devices: Sequence[Any], degrees: dict[str, int]) -> np.ndarray:
+    shape = tuple(degrees[name] for name in AXES)
+    granule = "slice_index" if hasattr(devices[0], "slice_index") else "process_index"
+    n_granules = len({getattr(device, granule) for device in devices})
+    slow = math.prod(degrees[name] for name in SLOW_AXES)
+    if n_granules == 1 or slow % n_granules:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    # The slow degrees are split into a part between granules (as much as there are granules) and a part inside.
+    between, left = {}, n_granules
+    for name in SLOW_AXES:
+        between[name] = math.gcd(degrees[name], left)
+        left //= between[name]
+    outer = tuple(between.get(name, 1) for name in AXES)
+    inner = tuple(degree // part for degree, part in zip(shape, outer, strict=True))
+    return mesh_utils.create_hybrid_device_mesh(
+        inner, outer, devices, process_is_granule=granule == "process_index", allow_split_physical_axes=True
+    )
+
+
+def physical_axes(mesh: AnyMesh, *logical: str) -> tuple[str, ...]:
+    """The mesh axes with more than one device that the logical axes lie over, outermost first."""
+    return tuple(name for name in mesh.axis_names if name.split("_")[0] in logical and mesh.shape[name] > 1)
+
+
+def degree(mesh: AnyMesh, axes: Iterable[str]) -> int:
+    """Product of the sizes of mesh axes."""
+    return math.prod(mesh.shape[name] for name in axes)
+
+
+def data_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """Mesh axes that carry the batch."""
+    return physical_axes(mesh, *DATA_AXES)
+
+
+def zero_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """Mesh axes over which ZeRO shards the state of dense leaves."""
+    return physical_axes(mesh, *ZERO_AXES)
+
+
+def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """Every mesh axis a spec uses, in order."""
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    return tuple(axis for entry in entries for axis in entry if isinstance(axis, str))
+
+
+def shard_shape(mesh: AnyMesh, spec: PartitionSpec, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the piece one device holds; every sharded dim divides (plans guarantee it)."""
+    return tuple(
+        size // degree(mesh, spec_axes(PartitionSpec(spec[dim]))) if dim < len(spec) else size for dim, size in enumerate(shape)
+    )

@@ -1,0 +1,448 @@
+"""The Plan: where every leaf of the train state lies, in every role, and why. Nothing else decides placement.
+
+A ZeRO stage is a choice of specs (Rajbhandari et al. 2020, section 5; FSDP, Zhao et al. 2023):
+
+    stage              params at rest   params in compute   gradients   optimizer state
+    0 (DDP)            replicated       replicated          replicated  replicated
+    1 (ZeRO-1)         replicated       replicated          replicated  sharded
+    2 (ZeRO-2)         replicated       replicated          sharded     sharded
+    3 (ZeRO-3, FSDP)   sharded          a unit at a time    sharded     sharded
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from zjax import rules as rules_lib
+from zjax.config import AccumulationConfig, PrecisionConfig, ZeroConfig
+from zjax.mesh import AnyMesh, data_axes, degree, shard_shape, spec_axes, zero_axes
+from zjax.precision import cast, compute_dtype, has_master
+from zjax.tree import PyTree, Shape, leaf_bytes, matches, named_leaves, path_name, require_all_used
+
+COUNTERS = (("step", jnp.dtype("int32")), ("skipped_steps", jnp.dtype("int32")), ("rng", jax.eval_shape(jax.random.key, 0).dtype))
+"""Scalars of the train state beside parameters and optimizer state: (path, dtype)."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one value lies: its spec on the mesh, its dtype, and the memory it is in."""
+
+    spec: P
+    dtype: Any
+    memory_kind: str = "device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafPlan:
+    """One leaf of the train state in each of its roles. Only parameters have roles beside `rest`."""
+
+    path: str
+    """Path in the train state: `params/layers/wq`, `opt_state/inner/0/mu/layers/wq`, `step`."""
+    part: str
+    """`params`, `master`, `optimizer` or `counter`."""
+    shape: Shape
+    """Of the whole leaf, a stacked layer dim included."""
+    rest: Placement
+    """Between steps."""
+    forward: Placement | None = None
+    """What the unit computes with."""
+    backward: Placement | None = None
+    """What is kept from the forward for the backward, to be gathered again where it is sharded."""
+    accumulator: Placement | None = None
+    """The gradient."""
+    optimizer: Placement | None = None
+    """What the optimizer updates: the master weight, or the parameter itself; moments follow it."""
+    unit: str = ""
+    """The unit the parameter is gathered with; empty for the root unit."""
+    stacked: bool = False
+    """Whether dim 0 counts layers; each layer is then a unit of its own."""
+    zero_axes: tuple[str, ...] = ()
+    """Mesh axes over which ZeRO shards this leaf in one role at least."""
+    partial: tuple[str, ...] = ()
+    """Mesh axes over which the gradient is still unreduced between micro-batches."""
+    reason: str | None = None
+    """Why a role that the stage would shard is not sharded."""
+
+    @property
+    def name(self) -> str:
+        """The path inside its own tree (`layers/wq`): what patterns and `fully_shard(at=...)` refer to."""
+        return self.path.removeprefix("params/").removeprefix("opt_state/master/")
+
+    def bytes_on(self, mesh: AnyMesh, role: str = "rest") -> int:
+        """Bytes one device holds of the leaf in a role."""
+        placed: Placement | None = getattr(self, role)
+        return leaf_bytes(shard_shape(mesh, placed.spec, self.shape), placed.dtype) if placed else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Placement of the whole train state on a mesh. Hashable: the unit marks of a traced step look it up."""
+
+    mesh: AnyMesh
+    zero: ZeroConfig
+    precision: PrecisionConfig
+    accumulation: AccumulationConfig
+    engine: str
+    engine_reason: str
+    units: tuple[str, ...]
+    leaves: tuple[LeafPlan, ...]
+    """One per leaf of the train state, in its order."""
+    batch_spec: P
+    """Dim 0 of every batch leaf, over the data axes."""
+    residual_spec: P
+    """Activations between units: dim 0 like the batch, the other dims left to XLA."""
+    params_treedef: Any
+    inner_treedef: Any
+    init_fn: Callable[[jax.Array], PyTree] = field(compare=False)
+    tx: optax.GradientTransformation = field(compare=False)
+
+    def part(self, part: str) -> tuple[LeafPlan, ...]:
+        """The leaves of one part, in tree order."""
+        return tuple(leaf for leaf in self.leaves if leaf.part == part)
+
+    @functools.cached_property
+    def params(self) -> dict[str, LeafPlan]:
+        """Parameters by name (`layers/wq`)."""
+        return {leaf.name: leaf for leaf in self.part("params")}
+
+    @property
+    def data_degree(self) -> int:
+        """Over how many devices the batch is split."""
+        return degree(self.mesh, data_axes(self.mesh))
+
+    def sharding(self, placed: Placement) -> NamedSharding:
+        """The placement as a jax sharding on this plan's mesh."""
+        return NamedSharding(self.mesh, placed.spec, memory_kind=None if placed.memory_kind == "device" else placed.memory_kind)
+
+    def params_tree(self, role: str) -> PyTree:
+        """A pytree like the parameters, of their shardings in a role."""
+        return jax.tree.unflatten(self.params_treedef, [self.sharding(getattr(leaf, role)) for leaf in self.part("params")])
+
+    def table(self) -> str:
+        """Every leaf: shape, dtype, spec in each role, bytes a device, and why it is not sharded."""
+        return _table(self)
+
+    def diff(self, other: Plan) -> str:
+        """The leaves and roles in which `other` differs, one a line; empty where none does."""
+        return "\n".join(_differences(self, other))
+
+
+def build_plan(
+    zero: ZeroConfig,
+    init_fn: Callable[[jax.Array], PyTree],
+    tx: optax.GradientTransformation,
+    mesh: AnyMesh,
+    *,
+    precision: PrecisionConfig = PrecisionConfig(compute="float32"),  # noqa: B008  (frozen)
+    accumulation: AccumulationConfig = AccumulationConfig(),  # noqa: B008
+    units: Sequence[str] = (),
+    rules: Sequence[rules_lib.Rule] = (),
+    shard_placement: Callable[[str, Shape], int | None] | None = None,
+) -> Plan:
+    """Plans the train state of `init_fn` and `tx` on `mesh`, from shapes alone: nothing is allocated.
+
+    Args:
+      zero: the stage and its knobs.
+      init_fn: `init_fn(key) -> params`, a pytree of floating arrays.
+      tx: any optax optimizer. Its state's specs follow from structure and shapes, not from field names.
+      mesh: from `make_mesh`, or `abstract_mesh` to plan for devices that are not there.
+      precision: compute dtype, and with it whether there is an fp32 master.
+      accumulation: micro-batches per step; above 1 gradients are held in float32.
+      units: path prefixes gathered together. `"layers[*]"`: leaves below `layers` are stacked, their dim 0 counts
+        layers, ZeRO never shards it, and each layer is a unit. Leaves of no unit belong to the root unit.
+      rules: the user's rules, applied before ZeRO's (`zjax.rules`).
+      shard_placement: FSDP2's shard_placement_fn, `(path, shape) -> dim` or None for ZeRO's choice.
+
+    Raises:
+      ValueError: a pattern or unit that names no leaf; a rule whose dim does not divide; a parameter that is not
+        floating; with `zero.strict`, a leaf that has no dim that divides; `optax.MultiSteps` beside micro-batches.
+    """
+    shapes = jax.eval_shape(init_fn, jax.random.key(0))
+    named, treedef = named_leaves(shapes), jax.tree.structure(shapes)
+    names = [name for name, _ in named]
+    require_all_used(zero.ignored, names, "zero.ignored")
+    require_all_used([unit.removesuffix("[*]") for unit in units], names, "units")
+    for name, leaf in named:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(f"params/{name} is {leaf.dtype}{list(leaf.shape)}: parameters are trained, so they must be floating")
+    if degree(mesh, zero_axes(mesh)) == 1 and zero.stage:
+        warnings.warn(f"zero.stage={zero.stage} on a mesh with one device to shard over: nothing is sharded", stacklevel=2)
+
+    chain = [*rules, *([rules_lib.placement(shard_placement)] if shard_placement else [])]
+    params = [_plan_param(name, leaf.shape, zero, precision, accumulation, mesh, chain, units) for name, leaf in named]
+    master = [_plan_master(leaf) for leaf in params] if has_master(precision) else []
+
+    optimized = cast_shapes(shapes, jnp.float32)
+    inner_shapes = jax.eval_shape(tx.init, optimized)
+    _reject_double_accumulation(inner_shapes, accumulation)
+    inner = _plan_optimizer(tx, inner_shapes, jax.tree.unflatten(treedef, params), zero, mesh)
+    counters = {path: LeafPlan(path=path, part="counter", shape=(), rest=Placement(P(), dtype), reason="scalar") for path, dtype in COUNTERS}
+    axes = data_axes(mesh)
+    return Plan(
+        mesh=mesh,
+        zero=zero,
+        precision=precision,
+        accumulation=accumulation,
+        engine="partitioner",
+        engine_reason="asked for" if zero.engine == "partitioner" else "auto: the only engine so far",
+        units=tuple(units),
+        leaves=(counters["step"], *params, *master, *inner, counters["rng"], counters["skipped_steps"]),
+        batch_spec=rules_lib.at_dim(0, axes) if axes else P(),
+        residual_spec=rules_lib.at_dim(0, axes) if axes else P(),
+        params_treedef=treedef,
+        inner_treedef=jax.tree.structure(inner_shapes),
+        init_fn=init_fn,
+        tx=tx,
+    )
+
+
+def cast_shapes(shapes: PyTree, dtype: Any) -> PyTree:
+    """The abstract tree in another dtype."""
+    return jax.eval_shape(lambda tree: cast(tree, dtype), shapes)
+
+
+def _plan_param(
+    name: str,
+    shape: Shape,
+    zero: ZeroConfig,
+    precision: PrecisionConfig,
+    accumulation: AccumulationConfig,
+    mesh: AnyMesh,
+    chain: Sequence[rules_lib.Rule],
+    units: Sequence[str],
+) -> LeafPlan:
+    unit, stacked = _unit_of(name, units)
+    if stacked and not shape:
+        raise ValueError(f"params/{name}: unit {unit!r} is stacked, but this leaf is a scalar")
+    spec = P()
+    for rule in chain:
+        spec = rule(spec, name, shape, mesh)
+    if stacked and len(spec) and spec[0] is not None:
+        raise ValueError(f"params/{name}: a rule shards dim 0 of shape {shape}, which counts the layers of unit {unit!r}; shard another dim")
+    axes = zero_axes(mesh)
+    whole = _without(spec, axes)
+    ignored = any(matches(pattern, name) for pattern in zero.ignored)
+    sharded, reason = (whole, "ignored") if ignored else rules_lib.shard_largest(spec, name, shape, mesh, first_dim=int(stacked))
+    if zero.strict and reason and reason.startswith("no dim divides"):
+        raise ValueError(
+            f"params/{name}: shape {shape} cannot be sharded over axes {axes} of size {degree(mesh, axes)}: {reason}. "
+            "Change the shape or the mesh, list it in zero.ignored, or set zero.strict=False to keep it whole"
+        )
+    persistent = zero.stage == 3 and math.prod(shape[int(stacked) :]) < zero.persistence_threshold
+    if persistent and reason is None:
+        reason = f"parameter kept whole: {math.prod(shape[int(stacked) :])} < persistence_threshold {zero.persistence_threshold}"
+    dtype = compute_dtype(precision)
+    gradient_dtype = dtype if accumulation.micro_batches == 1 else jnp.dtype("float32")
+    rest = sharded if zero.stage == 3 and not persistent else whole
+    return LeafPlan(
+        path=f"params/{name}",
+        part="params",
+        shape=shape,
+        rest=Placement(rest, dtype),
+        forward=Placement(whole, dtype),
+        backward=Placement(rest if zero.reshard_after_forward else whole, dtype),
+        accumulator=Placement(sharded if zero.stage >= 2 else whole, gradient_dtype),
+        optimizer=Placement(sharded if zero.stage >= 1 else whole, jnp.dtype("float32")),
+        unit=unit,
+        stacked=stacked,
+        zero_axes=tuple(axis for axis in axes if axis in spec_axes(sharded)) if zero.stage else (),
+        reason=reason if zero.stage else "stage 0 shards nothing",
+    )
+
+
+def _unit_of(name: str, units: Sequence[str]) -> tuple[str, bool]:
+    """The most deeply nested unit the leaf lies in, and whether its layers are stacked."""
+    prefixes = {unit.removesuffix("[*]"): unit.endswith("[*]") for unit in units}
+    containing = [prefix for prefix in prefixes if matches(prefix, name)]
+    unit = max(containing, key=len, default="")
+    return unit, any(prefixes[prefix] for prefix in containing)
+
+
+def _without(spec: P, axes: Sequence[str]) -> P:
+    """The spec with some mesh axes taken out: what is left when they are gathered."""
+    entries: list[Any] = []
+    for entry in spec:
+        kept = tuple(axis for axis in spec_axes(P(entry)) if axis not in axes)
+        entries.append(kept[0] if len(kept) == 1 else kept or None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def _plan_master(param: LeafPlan) -> LeafPlan:
+    assert param.optimizer is not None
+    return LeafPlan(
+        path=f"opt_state/master/{param.name}",
+        part="master",
+        shape=param.shape,
+        rest=param.optimizer,
+        unit=param.unit,
+        stacked=param.stacked,
+        zero_axes=param.zero_axes,
+        reason=None if spec_axes(param.optimizer.spec) else param.reason,
+    )
+
+
+def _plan_optimizer(tx: Any, shapes: PyTree, params: PyTree, zero: ZeroConfig, mesh: AnyMesh) -> list[LeafPlan]:
+    """Leaf plans of the optax state, in its leaf order.
+
+    optax labels each leaf with the parameter it belongs to, or none. A leaf of the parameter's shape lies as the
+    master does; any other (adafactor's row and column factors, a preconditioner) gets ZeRO's rule on its own shape.
+    """
+    masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    owners = optax.tree_map_params(
+        tx,
+        lambda leaf, owner: leaf if masked(leaf) else owner,
+        shapes,
+        params,
+        transform_non_params=lambda leaf: _NO_OWNER,
+        is_leaf=masked,
+    )
+    flat_owners = jax.tree.leaves(owners, is_leaf=lambda x: isinstance(x, LeafPlan))
+    flat = jax.tree_util.tree_flatten_with_path(shapes)[0]
+    return [
+        _plan_optimizer_leaf(path_name(path), leaf, owner, zero, mesh) for (path, leaf), owner in zip(flat, flat_owners, strict=True)
+    ]
+
+
+_NO_OWNER = LeafPlan(path="", part="", shape=(-1,), rest=Placement(P(), None))
+
+
+def _plan_optimizer_leaf(name: str, leaf: Any, owner: LeafPlan, zero: ZeroConfig, mesh: AnyMesh) -> LeafPlan:
+    stacked = owner.stacked and leaf.shape[:1] == owner.shape[:1]
+    if owner.optimizer is not None and leaf.shape == owner.shape:
+        spec, reason = owner.optimizer.spec, None if spec_axes(owner.optimizer.spec) else owner.reason
+    elif zero.stage == 0:
+        spec, reason = P(), "stage 0 shards nothing"
+    elif owner.reason == "ignored":
+        spec, reason = P(), "ignored"
+    else:
+        spec, reason = rules_lib.shard_largest(P(), name, leaf.shape, mesh, first_dim=int(stacked))
+    return LeafPlan(
+        path=f"opt_state/inner/{name}",
+        part="optimizer",
+        shape=leaf.shape,
+        rest=Placement(spec, np.dtype(leaf.dtype)),
+        unit=owner.unit,
+        stacked=stacked,
+        zero_axes=tuple(axis for axis in zero_axes(mesh) if axis in spec_axes(spec)),
+        reason=reason,
+    )
+
+
+def _reject_double_accumulation(inner_shapes: PyTree, accumulation: AccumulationConfig) -> None:
+    states = jax.tree.leaves(inner_shapes, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
+    if accumulation.micro_batches > 1 and any(isinstance(state, optax.MultiStepsState) for state in states):
+        raise ValueError(
+            f"optax.MultiSteps and accumulation.micro_batches={accumulation.micro_batches} both accumulate: "
+            "set micro_batches to 1, or take MultiSteps out of the optimizer"
+        )
+
+
+def bytes_per_device(plan: Plan) -> dict[str, int]:
+    """Bytes a device holds of parameters, gradients, master, optimizer state, secondary copies and on the host.
+
+    `model_state` is their sum on the device (ZeRO paper, section 3.1: parameters, gradients, optimizer state).
+    """
+    held = {
+        "params": sum(leaf.bytes_on(plan.mesh) for leaf in plan.part("params")),
+        "gradients": sum(leaf.bytes_on(plan.mesh, "accumulator") for leaf in plan.part("params")),
+        "master": sum(leaf.bytes_on(plan.mesh) for leaf in plan.part("master")),
+        "optimizer": sum(leaf.bytes_on(plan.mesh) for leaf in plan.part("optimizer")),
+        "secondary": 0,
+        "host": sum(leaf.bytes_on(plan.mesh) for leaf in plan.leaves if leaf.rest.memory_kind != "device"),
+    }
+    return held | {"model_state": sum(held.values()) - held["host"]}
+
+
+def require_devices(plan: Plan) -> Mesh:
+    """The plan's mesh, if it has devices; ValueError for one built on an abstract mesh."""
+    if not isinstance(plan.mesh, Mesh):
+        raise ValueError("this plan was built on an abstract mesh, which has no devices: build it on zjax.make_mesh(...) to run it")
+    return plan.mesh
+
+
+ROLES = ("rest", "forward", "backward", "accumulator", "optimizer")
+
+
+def mode_name(zero: ZeroConfig, mesh: AnyMesh) -> str:
+    """The mode in the words of DeepSpeed and FSDP."""
+    names = {0: "stage 0 (DDP, NO_SHARD)", 1: "stage 1 (ZeRO-1)", 2: "stage 2 (ZeRO-2)", 3: "stage 3 (ZeRO-3, FULL_SHARD)"}
+    name = names[zero.stage] if zero.reshard_after_forward else "stage 3, reshard_after_forward=False (SHARD_GRAD_OP)"
+    replicas = degree(mesh, data_axes(mesh)) // degree(mesh, [axis for axis in data_axes(mesh) if axis in zero_axes(mesh)])
+    return f"{name}, hybrid over {replicas} replicas (HYBRID_SHARD, MiCS)" if zero.stage and replicas > 1 else name
+
+
+def summary(plan: Plan) -> str:
+    """What the plan is, in a few lines: mode, mesh, engine, precision, accumulation, bytes a device."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items() if size > 1) or "1 device"
+    held = bytes_per_device(plan)
+    parameters = sum(math.prod(leaf.shape) for leaf in plan.part("params"))
+    micro = plan.accumulation.micro_batches
+    return "\n".join(
+        [
+            f"{mode_name(plan.zero, plan.mesh)} on {mesh}; engine {plan.engine} ({plan.engine_reason})",
+            f"{parameters:,} parameters, compute {plan.precision.compute}"
+            f"{', fp32 master' if has_master(plan.precision) else ''}; {micro} micro-batch{'es' if micro > 1 else ''} a step",
+            "MiB a device: " + ", ".join(f"{name} {held[name] / 2**20:.2f}" for name in held if held[name]),
+        ]
+    )
+
+
+def _table(plan: Plan) -> str:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("leaf", "shape", "dtype", *ROLES, "bytes/device", "why not sharded"):
+        table.add_column(column, no_wrap=True, justify="right" if column == "bytes/device" else "left")
+    for leaf in plan.leaves:
+        specs = [_spec_text(placed.spec) if placed else "" for placed in (getattr(leaf, role) for role in ROLES)]
+        shape = "x".join(map(str, leaf.shape)) or "scalar"
+        table.add_row(leaf.path, shape, str(leaf.rest.dtype), *specs, f"{leaf.bytes_on(plan.mesh):,}", leaf.reason or "")
+    # rich pads and wraps to the console; a plan is compared as text, so it gets all the width it wants.
+    console = Console(file=io.StringIO(), width=10_000, color_system=None)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return summary(plan) + "\n" + "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def _spec_text(spec: P) -> str:
+    """`R` for replicated, else one entry a sharded-up-to dim: `(-, fsdp)`."""
+    entries = ["-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else entry for entry in spec]
+    return f"({', '.join(entries)})" if entries else "R"
+
+
+def _placement_text(placed: Placement | None) -> str:
+    return f"{_spec_text(placed.spec)} {placed.dtype} {placed.memory_kind}" if placed else "absent"
+
+
+def _differences(one: Plan, other: Plan) -> list[str]:
+    mine, theirs = {leaf.path: leaf for leaf in one.leaves}, {leaf.path: leaf for leaf in other.leaves}
+    lines = []
+    for path in dict.fromkeys([*mine, *theirs]):
+        a, b = mine.get(path), theirs.get(path)
+        if a is None or b is None:
+            lines.append(f"{path}: only in the {'second' if a is None else 'first'} plan")
+            continue
+        if a.shape != b.shape:
+            lines.append(f"{path}: shape {a.shape} -> {b.shape}")
+        for role in ROLES:
+            if getattr(a, role) != getattr(b, role):
+                lines.append(f"{path}: {role} {_placement_text(getattr(a, role))} -> {_placement_text(getattr(b, role))}")
+        if a.shape == b.shape and a.bytes_on(one.mesh) != b.bytes_on(other.mesh):
+            lines.append(f"{path}: bytes a device {a.bytes_on(one.mesh):,} -> {b.bytes_on(other.mesh):,}")
+    return lines

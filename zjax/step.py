@@ -1,0 +1,233 @@
+"""The train step: micro-batch accumulation, clipping, skipping of non-finite steps, and the sharded update.
+
+Loss contract: `loss_fn(params, batch, rng) -> (loss_sum, weight)` or `(loss_sum, weight, metrics)`: sums over the rows
+it is given, not means. The step divides by the weight of the whole global batch, over micro-batches and devices, so
+that a token counts the same wherever it lands. Metrics are `{name: (sum, weight)}` and are divided likewise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zjax.mesh import data_axes
+from zjax.optim import clip_factor, global_norm
+from zjax.plan import Plan, require_devices
+from zjax.precision import cast
+from zjax.state import OptState, TrainState, state_shardings, state_struct
+from zjax.tree import PyTree, named_leaves
+from zjax.units import plan_context
+
+LossFn = Callable[..., Any]
+Sums = tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """A loss that returns one scalar mean, opted in to by `mean_loss`."""
+
+    fn: LossFn
+
+    def __call__(self, params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The mean as a sum of weight 1."""
+        return self.fn(params, batch, rng), jnp.ones((), jnp.float32)
+
+
+def mean_loss(fn: LossFn) -> MeanLoss:
+    """Accepts `fn(params, batch, rng) -> mean` as a loss, for one micro-batch only.
+
+    A mean over a micro-batch is not a micro-batch of the mean once rows weigh differently (masks, padding), so
+    `make_train_step` raises for it with more than one.
+    """
+    return MeanLoss(fn)
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """A compiled-on-first-use train step, and the recipe it was made from.
+
+    `step(state, batch) -> (state, metrics)`. The given state is donated: use the returned one. Metrics are float32
+    scalars: `loss`, `weight`, `grad_norm` (before clipping), `grad_norm_clipped`, `step_applied` (1 or 0), and the
+    loss's own.
+    """
+
+    plan: Plan
+    loss_fn: LossFn
+    clip: float | None
+    jitted: Any
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One optimizer step. ValueError where the batch does not divide by data devices x micro-batches."""
+        check_batch(self.plan, batch)
+        with plan_context(self.plan):
+            return self.jitted(state, batch)
+
+    def lower(self, batch: PyTree) -> jax.stages.Lowered:
+        """The step lowered for batches of these shapes (arrays or `jax.ShapeDtypeStruct`s), without running it."""
+        check_batch(self.plan, batch)
+        sharding = batch_sharding(self.plan)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
+        with plan_context(self.plan):
+            return self.jitted.lower(state_struct(self.plan), shapes)
+
+
+def make_train_step(plan: Plan, loss_fn: LossFn, *, clip: float | None = None) -> TrainStep:
+    """The train step of a plan: jitted, the state donated, every output pinned to the plan.
+
+    Args:
+      plan: from `build_plan` on a mesh with devices.
+      loss_fn: see the loss contract above; its parameters come in the compute dtype. `rng` differs by step and
+        micro-batch.
+      clip: largest global gradient norm, by DeepSpeed's factor max(1, (norm + 1e-6) / clip); None does not clip.
+
+    Raises:
+      ValueError: an abstract mesh, or `mean_loss` with more than one micro-batch.
+      TypeError (when first traced): a loss that does not keep the contract.
+    """
+    mesh = require_devices(plan)
+    if isinstance(loss_fn, MeanLoss) and plan.accumulation.micro_batches > 1:
+        raise ValueError(
+            f"mean_loss with accumulation.micro_batches={plan.accumulation.micro_batches}: the mean of micro-batch means is not the "
+            "mean of the batch; return (loss_sum, weight) instead"
+        )
+    jitted = jax.jit(
+        functools.partial(_step, plan, loss_fn, clip),
+        in_shardings=(state_shardings(plan), batch_sharding(plan)),
+        out_shardings=(state_shardings(plan), NamedSharding(mesh, P())),
+        donate_argnums=0,
+    )
+    return TrainStep(plan, loss_fn, clip, jitted)
+
+
+def batch_sharding(plan: Plan) -> NamedSharding:
+    """Sharding of every leaf of the global batch: dim 0 over the data axes."""
+    return NamedSharding(plan.mesh, plan.batch_spec)
+
+
+def check_batch(plan: Plan, batch: PyTree) -> None:
+    """Raises ValueError unless every leaf has the same rows, a multiple of data devices x micro-batches."""
+    micro, devices = plan.accumulation.micro_batches, plan.data_degree
+    rows = {name: x.shape[0] if x.ndim else None for name, x in named_leaves(batch)}
+    if len(set(rows.values())) != 1 or None in rows.values():
+        raise ValueError(f"batch: every leaf needs the same number of rows in dim 0; got {rows}")
+    n = next(iter(rows.values()))
+    assert n is not None
+    if n % (micro * devices):
+        axes = " x ".join(f"{axis} {plan.mesh.shape[axis]}" for axis in data_axes(plan.mesh)) or "1 device"
+        raise ValueError(
+            f"batch: {n} rows do not divide over {devices} data devices ({axes}) x accumulation.micro_batches={micro}: "
+            f"{n} % {micro * devices} = {n % (micro * devices)}"
+        )
+
+
+def _step(plan: Plan, loss_fn: LossFn, clip: float | None, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+    rng = jax.random.fold_in(state.rng, state.step)
+    grads, (loss_sum, weight, metrics) = _accumulate(plan, loss_fn, state.params, batch, rng)
+
+    grads = jax.tree.map(lambda g: _over(g.astype(jnp.float32), weight), grads)
+    grads = _pin(grads, plan.params_tree("optimizer"))
+    norm = global_norm(grads)
+    factor = clip_factor(norm, clip)
+    loss = _over(loss_sum, weight)
+    applied = jnp.isfinite(norm) & jnp.isfinite(loss)
+
+    new = _update(plan, state, jax.tree.map(lambda g: g * factor, grads))
+    # Select, not branch: the choice fuses into the update, and a skipped step leaves every bit as it was.
+    params, opt_state = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, (state.params, state.opt_state))
+    new_state = TrainState(
+        step=state.step + 1,
+        params=params,
+        opt_state=opt_state,
+        rng=state.rng,
+        skipped_steps=state.skipped_steps + (1 - applied.astype(jnp.int32)),
+    )
+    scalars = {
+        "loss": loss,
+        "weight": weight,
+        "grad_norm": norm,
+        "grad_norm_clipped": norm * factor,
+        "step_applied": applied.astype(jnp.float32),
+    }
+    return new_state, scalars | {name: _over(*pair) for name, pair in metrics.items()}
+
+
+def _update(plan: Plan, state: TrainState, grads: PyTree) -> tuple[PyTree, OptState]:
+    """New parameters and optimizer state; each device updates the shard it holds the optimizer state of."""
+    sharded = plan.params_tree("optimizer")
+    master = state.opt_state.master
+    optimized = _pin(state.params, sharded) if master is None else master
+    updates, inner = plan.tx.update(grads, state.opt_state.inner, optimized)
+    optimized = _pin(optax.apply_updates(optimized, updates), sharded)
+    # Cast in shards, so that what stage 1 and 2 gather afterwards is the compute dtype.
+    cast_params = jax.tree.map(lambda new, old: new.astype(old.dtype), optimized, state.params)
+    return _pin(cast_params, sharded), OptState(None if master is None else optimized, inner)
+
+
+def _accumulate(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
+    """Gradients of the summed loss in the accumulator's spec and dtype, and the sums, over all micro-batches."""
+    accumulator = plan.params_tree("accumulator")
+
+    def micro_batch(batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
+        def summed(params: PyTree) -> tuple[jax.Array, Sums]:
+            sums = _sums(loss_fn(params, batch, rng))
+            return sums[0], sums
+
+        grads, sums = jax.grad(summed, has_aux=True)(params)
+        return _pin(grads, accumulator), sums
+
+    n = plan.accumulation.micro_batches
+    if n == 1:
+        return micro_batch(batch, rng)
+
+    def body(carry: tuple[PyTree, Sums], xs: tuple[PyTree, jax.Array]) -> tuple[tuple[PyTree, Sums], None]:
+        grads, sums = micro_batch(*xs)
+        total = jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[0], grads)
+        return (_pin(total, accumulator), jax.tree.map(jnp.add, carry[1], sums)), None
+
+    batches = jax.tree.map(functools.partial(_split_rows, plan), batch)
+    rngs = jax.random.split(rng, n)
+    first = jax.tree.map(lambda x: x[0], (batches, rngs))
+    shapes = jax.eval_shape(micro_batch, *first)
+    zeros = (cast(jax.tree.map(jnp.zeros_like, params), jnp.float32), jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[1]))
+    return jax.lax.scan(body, (_pin(zeros[0], accumulator), zeros[1]), (batches, rngs))[0]
+
+
+def _sums(result: Any) -> Sums:
+    """Checks the loss contract; sums and weights come out as float32 scalars."""
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise TypeError(
+            "loss_fn must return (loss_sum, weight) or (loss_sum, weight, metrics), sums over the rows it is given, not means"
+            f"; it returned {type(result).__name__}. A loss that returns one mean can be wrapped in zjax.mean_loss"
+        )
+    loss_sum, weight, metrics = (*result, {})[:3]
+    if jnp.shape(loss_sum) or jnp.shape(weight):
+        raise TypeError(f"loss_fn: loss_sum and weight must be scalars; got shapes {jnp.shape(loss_sum)} and {jnp.shape(weight)}")
+    for name, pair in metrics.items():
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(f"loss_fn: metric {name!r} must be a pair (sum, weight), so that it can be averaged; got {type(pair).__name__}")
+    return cast(jax.tree.map(jnp.asarray, (loss_sum, weight, metrics)), jnp.float32)
+
+
+def _over(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """total / weight, and 0 where nothing was weighed (a batch that is masked out whole)."""
+    return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1), 0)
+
+
+def _split_rows(plan: Plan, x: jax.Array) -> jax.Array:
+    """[rows, ...] -> [micro_batches, rows / micro_batches, ...]; every device keeps the rows it has."""
+    devices, n = plan.data_degree, plan.accumulation.micro_batches
+    split = x.reshape(devices, n, x.shape[0] // (devices * n), *x.shape[1:]).swapaxes(0, 1)
+    split = split.reshape(n, x.shape[0] // n, *x.shape[1:])
+    return jax.lax.with_sharding_constraint(split, NamedSharding(plan.mesh, P(None, *plan.batch_spec)))
+
+
+def _pin(tree: PyTree, shardings: PyTree) -> PyTree:
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)

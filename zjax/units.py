@@ -1,0 +1,141 @@
+"""Units: what is gathered and scattered together, marked by `fully_shard`.
+
+The mark finds its plan in a jax user context that the train step enters. A user context is part of jax's trace cache
+key, so one block under two plans is traced twice; a contextvar would silently reuse the first trace.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from zjax.collectives import constrain_rows, gather, is_gather
+from zjax.plan import Plan
+from zjax.tree import PyTree, named_leaves
+
+plan_context = jax.make_user_context(default_value=None)
+"""`with plan_context(plan):` makes the unit marks traced inside it obey the plan."""
+
+RematPolicy = Callable[..., Any]
+
+
+def fully_shard(block: Any, *, at: str, remat: str | RematPolicy | None = None) -> Any:
+    """Marks a unit: its parameters are gathered for its forward and again for its backward, its gradient scattered.
+
+    FSDP2 `fully_shard(module)`, FSDP1 auto-wrapping, a DeepSpeed ZeRO-3 sub-module. Outside a train step the mark does
+    nothing.
+
+    Args:
+      block: a function `block(params, x, ...)`, a `flax.nnx` module class (a subclass is returned) or a `flax.nnx`
+        module instance (it is changed in place and returned, as FSDP2 does). `x`, its first argument, is the residual
+        stream or the token ids, rows in dim 0; it and every output with as many rows are kept on the data axes.
+      at: path of the parameters in the params pytree (`layers`, `decoder/embed`, or "" for the whole). Leaves below it
+        must have the plan's shapes; those of a stacked unit (`units=("layers[*]",)`) come one layer at a time.
+      remat: recompute the block in the backward: `"full"` (all but its inputs), `"dots"` (keep matrix products without
+        batch dims), a `jax.checkpoint` policy, or None. Give it here rather than wrapping the block in
+        `jax.checkpoint`: what is recomputed and what is gathered again is one decision, and with
+        `reshard_after_forward=False` gathered parameters are kept outside the recomputed part.
+
+    Raises (when a step is traced):
+      ValueError: a leaf whose path or shape differs from the plan's.
+    """
+    policy = _policy(remat)
+    if isinstance(block, type) and issubclass(block, nnx.Module):
+        return _unit_class(block, at, policy)
+    if isinstance(block, nnx.Module):
+        # As FSDP2 does: the instance gets a class of its own, its parameters stay where they are.
+        block.__class__ = _unit_class(type(block), at, policy)
+        return block
+
+    @functools.wraps(block)
+    def unit(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        return _run(_on_rows(block), at, policy, params, args, kwargs)
+
+    return unit
+
+
+def _run(block: Callable[..., Any], at: str, policy: RematPolicy | None, params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plan: Plan | None = plan_context.value
+    if plan is None:
+        return jax.checkpoint(lambda p: block(p, *args, **kwargs), policy=policy)(params) if policy else block(params, *args, **kwargs)
+    _check_shapes(plan, at, params)
+    # Arguments are closed over, so that static ones (strings, booleans) stay static under jax.checkpoint.
+    if plan.zero.reshard_after_forward:
+        saved = policy or jax.checkpoint_policies.everything_saveable
+        kept = lambda primitive, *a, **k: False if is_gather(primitive, k) else saved(primitive, *a, **k)  # noqa: E731
+        return jax.checkpoint(lambda p: block(_gather_unit(plan, at, p), *args, **kwargs), policy=kept)(params)
+    gathered = _gather_unit(plan, at, params)
+    return jax.checkpoint(lambda p: block(p, *args, **kwargs), policy=policy)(gathered) if policy else block(gathered, *args, **kwargs)
+
+
+def _on_rows(block: Callable[..., Any]) -> Callable[..., Any]:
+    """`block(params, x, ...)` with `x` and its outputs of as many rows kept on the data axes.
+
+    One missing constraint on the residual stream makes XLA gather activations, at several times the traffic.
+    """
+
+    @functools.wraps(block)
+    def on_rows(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        plan: Plan | None = plan_context.value
+        if plan is None or not args or not isinstance(args[0], jax.Array) or not args[0].ndim:
+            return block(params, *args, **kwargs)
+        rows = args[0].shape[0]
+        return constrain_rows(plan, block(params, constrain_rows(plan, args[0], rows), *args[1:], **kwargs), rows)
+
+    return on_rows
+
+
+def _policy(remat: str | RematPolicy | None) -> RematPolicy | None:
+    if remat is None or callable(remat):
+        return remat
+    named = {
+        "none": None,
+        "full": jax.checkpoint_policies.nothing_saveable,
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    }
+    if remat not in named:
+        raise ValueError(f"fully_shard: remat={remat!r}: must be one of {', '.join(named)}, a jax.checkpoint policy or None")
+    return named[remat]
+
+
+def _gather_unit(plan: Plan, at: str, params: PyTree) -> PyTree:
+    treedef = jax.tree.structure(params)
+    return jax.tree.unflatten(treedef, [gather(plan, plan.params[_join(at, name)], x) for name, x in named_leaves(params)])
+
+
+def _check_shapes(plan: Plan, at: str, params: PyTree) -> None:
+    for name, x in named_leaves(params):
+        path = _join(at, name)
+        leaf = plan.params.get(path)
+        if leaf is None:
+            raise ValueError(f"fully_shard(at={at!r}): the plan has no parameter {path!r}; it has {', '.join(list(plan.params)[:12])}")
+        shapes = [leaf.shape, leaf.shape[1:]] if leaf.stacked else [leaf.shape]
+        if x.shape not in shapes:
+            hint = ""
+            if x.shape == leaf.shape[1:]:
+                hint = f'; if its dim 0 counts layers, say so: build_plan(..., units=("{at}[*]",))'
+            raise ValueError(f"fully_shard(at={at!r}): {path} arrives with shape {x.shape}, but the plan has {leaf.shape}{hint}")
+
+
+def _join(at: str, name: str) -> str:
+    return "/".join(part for part in (at, name) if part)
+
+
+def _unit_class(cls: type, at: str, policy: RematPolicy | None) -> type:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        graphdef, params, rest = nnx.split(self, nnx.Param, ...)
+
+        def run(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+            module = nnx.merge(graphdef, params, rest)
+            out = _on_rows(lambda _, *a, **k: cls.__call__(module, *a, **k))(params, *args, **kwargs)  # type: ignore[operator]
+            return out, nnx.split(module, nnx.Param, ...)[2]
+
+        out, new_rest = _run(run, at, policy, nnx.to_pure_dict(params), args, kwargs)
+        nnx.update(self, new_rest)
+        return out
+
+    return type(cls.__name__, (cls,), {"__call__": call, "__doc__": cls.__doc__, "__module__": cls.__module__})
