@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zjax.plan import Plan, require_devices
+from zjax.plan import COUNTERS, Plan, require_devices
 from zjax.precision import cast, compute_dtype, has_master
 from zjax.tree import PyTree
 
@@ -64,8 +64,14 @@ def init_state(plan: Plan, rng: jax.Array) -> TrainState:
     Args:
       plan: from `build_plan` on a mesh with devices.
       rng: a typed PRNG key (`jax.random.key(seed)`). The values do not depend on the mesh.
+
+    Raises:
+      TypeError: `rng` is not a key of jax's default implementation.
     """
     require_devices(plan)
+    planned = dict(COUNTERS)["rng"]
+    if getattr(rng, "dtype", None) != planned:
+        raise TypeError(f"init_state: rng must be a key of type {planned} from jax.random.key(seed), not {getattr(rng, 'dtype', type(rng).__name__)}")
     return jax.jit(functools.partial(_init, plan), out_shardings=state_shardings(plan))(rng)
 
 

@@ -1,0 +1,3 @@
+"""Saving and restoring the train state."""
+
+from zjax.checkpoint.checkpointer import Checkpointer, CheckpointError

@@ -1,0 +1,87 @@
+"""Bytes a device sends in one optimizer step, by ring algorithms, from the plan alone.
+
+An all-gather or reduce-scatter of an array of F bytes over n devices sends (n - 1) / n x F, an all-reduce twice that
+(ZeRO paper, section 7: stage 3 moves 3 passes of the parameters, stages 0 and 2 move 2). Scalars are not counted, nor
+activations: a plan has none to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zjax.mesh import SLOW_AXES, data_axes, degree, physical_axes, spec_axes
+from zjax.plan import LeafPlan, Placement, Plan
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective of one leaf: how often a step runs it, and the bytes a device sends for all of them."""
+
+    leaf: str
+    kind: str
+    axes: tuple[str, ...]
+    times: int
+    wire_bytes: float
+
+
+def transfers(plan: Plan) -> Iterator[Transfer]:
+    """Every collective the plan makes necessary in one optimizer step."""
+    for leaf in plan.part("params"):
+        yield from _parameter_gathers(plan, leaf)
+        yield from _gradient_reductions(plan, leaf)
+
+
+def traffic_per_step(plan: Plan) -> dict[str, int]:
+    """Wire bytes a device by kind of collective, and their `total`."""
+    sent = {kind: 0.0 for kind in KINDS}
+    for transfer in transfers(plan):
+        sent[transfer.kind] += transfer.wire_bytes
+    return {kind: round(value) for kind, value in sent.items()} | {"total": round(sum(sent.values()))}
+
+
+def traffic_by_link(plan: Plan) -> dict[str, int]:
+    """Wire bytes a device inside a host or slice, and between them: a group that spans `replica` goes between."""
+    slow = physical_axes(plan.mesh, *SLOW_AXES)
+    sent = {"inside": 0.0, "between": 0.0}
+    for transfer in transfers(plan):
+        sent["between" if set(transfer.axes) & set(slow) else "inside"] += transfer.wire_bytes
+    return {link: round(value) for link, value in sent.items()}
+
+
+def _parameter_gathers(plan: Plan, leaf: LeafPlan) -> Iterator[Transfer]:
+    assert leaf.forward and leaf.backward and leaf.optimizer
+    whole = leaf.bytes_on(plan.mesh, "forward")
+    axes = _gathered_axes(leaf.rest, leaf.forward)
+    if axes:
+        # Once for the forward, and once more for the backward where the unit was resharded in between.
+        passes = 2 if _gathered_axes(leaf.backward, leaf.forward) else 1
+        yield _ring(plan, leaf, "all_gather", axes, passes * plan.accumulation.micro_batches, whole)
+    updated = _gathered_axes(leaf.optimizer, leaf.rest)
+    if updated:
+        # Stages 1 and 2 (and persistent leaves): each device updated its shard, all need the whole.
+        yield _ring(plan, leaf, "all_gather", updated, 1, whole)
+
+
+def _gradient_reductions(plan: Plan, leaf: LeafPlan) -> Iterator[Transfer]:
+    assert leaf.forward and leaf.accumulator
+    times = plan.accumulation.micro_batches
+    gradient = leaf.bytes_on(plan.mesh, "forward")  # reduced in the compute dtype, before it is accumulated
+    scattered = _gathered_axes(leaf.accumulator, leaf.forward)
+    if scattered:
+        yield _ring(plan, leaf, "reduce_scatter", scattered, times, gradient)
+    left = tuple(axis for axis in data_axes(plan.mesh) if axis not in scattered)
+    if left:
+        yield _ring(plan, leaf, "all_reduce", left, times, gradient / degree(plan.mesh, scattered))
+
+
+def _gathered_axes(sharded: Placement, whole: Placement) -> tuple[str, ...]:
+    return tuple(axis for axis in spec_axes(sharded.spec) if axis not in spec_axes(whole.spec))
+
+
+def _ring(plan: Plan, leaf: LeafPlan, kind: str, axes: tuple[str, ...], times: int, array_bytes: float) -> Transfer:
+    n = degree(plan.mesh, axes)
+    once = (n - 1) / n * array_bytes * (2 if kind == "all_reduce" else 1)
+    return Transfer(leaf.path, kind, axes, times, times * once)

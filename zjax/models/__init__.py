@@ -1,0 +1,1 @@
+"""Models that zjax trains from configs. The library itself never imports them."""

@@ -1,0 +1,213 @@
+"""Llama in flax.nnx: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, a scan over stacked layers.
+
+Shape suffixes: B rows, T positions, D model width, F MLP width, V vocabulary, N query heads, K key/value heads,
+H head width. Weights are [in, out] and applied as x @ w. The model makes no sharding decision beyond its unit marks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zjax.config import ConfigError, ModelConfig
+from zjax.units import fully_shard
+
+UNITS = ("embed", "layers[*]", "head")
+"""What is gathered together: the embedding, each block, the head (with the final norm)."""
+
+TENSOR_DIMS = {
+    "layers/wq": 2, "layers/wk": 2, "layers/wv": 2, "layers/wo": 1,
+    "layers/w_gate": 2, "layers/w_up": 2, "layers/w_down": 1,
+    "embed/table": 1, "head/kernel": 1,
+}  # fmt: skip
+"""The dim a `tensor` mesh axis shards (Megatron: columns of what fans out, rows of what comes together)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Sizes of a Llama."""
+
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_ff: int
+    max_sequence: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
+            raise ConfigError(f"model.d_model={self.d_model}: must be an even number of times model.n_heads={self.n_heads}")
+        if self.n_heads % self.n_kv_heads:
+            raise ConfigError(f"model.n_heads={self.n_heads}: must be a multiple of model.n_kv_heads={self.n_kv_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.n_heads
+
+
+PRESETS = {
+    "tiny": LlamaConfig(vocab_size=256, d_model=256, n_layers=4, n_heads=4, n_kv_heads=2, d_ff=688, max_sequence=512),
+    # Touvron et al. 2023 (Llama 2), table 1 and the released params.json.
+    "llama2_7b": LlamaConfig(
+        vocab_size=32000, d_model=4096, n_layers=32, n_heads=32, n_kv_heads=32, d_ff=11008, max_sequence=4096
+    ),
+    # Dubey et al. 2024 (The Llama 3 Herd of Models), table 3 and the released params.json.
+    "llama3_8b": LlamaConfig(
+        vocab_size=128256, d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, d_ff=14336, max_sequence=8192, rope_theta=500_000.0
+    ),
+    "llama3_70b": LlamaConfig(
+        vocab_size=128256, d_model=8192, n_layers=80, n_heads=64, n_kv_heads=8, d_ff=28672, max_sequence=8192, rope_theta=500_000.0
+    ),
+}  # fmt: skip
+
+
+def from_config(config: ModelConfig) -> LlamaConfig:
+    """The preset's sizes, with those the config sets; ConfigError for an unknown preset or sizes that do not fit."""
+    if config.preset not in PRESETS:
+        raise ConfigError(f"model.preset={config.preset!r}: known: {', '.join(PRESETS)}")
+    sizes = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("preset", "parameters")}
+    return dataclasses.replace(PRESETS[config.preset], **{name: value for name, value in sizes.items() if value is not None})
+
+
+def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm; the statistics are taken in float32."""
+    h = x_BTD.astype(jnp.float32)
+    h = h * jax.lax.rsqrt(jnp.mean(jnp.square(h), axis=-1, keepdims=True) + eps)
+    return h.astype(x_BTD.dtype) * scale_D
+
+
+def rotary_table(config: LlamaConfig, length: int) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of position x frequency, float32 [length, head_dim / 2]; positions from 0."""
+    frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding on half-split pairs (Hugging Face's layout), in float32."""
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+class Embedding(nnx.Module):
+    """Token embedding."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.table = nnx.Param(_normal(rngs, (config.vocab_size, config.d_model)))
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """The rows of the table, [B, T, D]."""
+        return self.table[...][tokens_BT]
+
+
+class Block(nnx.Module):
+    """One transformer block."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        d, f, kv = config.d_model, config.d_ff, config.n_kv_heads * config.head_dim
+        self.attn_norm = nnx.Param(jnp.ones(d))
+        self.wq = nnx.Param(_normal(rngs, (d, d)))
+        self.wk = nnx.Param(_normal(rngs, (d, kv)))
+        self.wv = nnx.Param(_normal(rngs, (d, kv)))
+        self.wo = nnx.Param(_normal(rngs, (d, d), config.n_layers))
+        self.mlp_norm = nnx.Param(jnp.ones(d))
+        self.w_gate = nnx.Param(_normal(rngs, (d, f)))
+        self.w_up = nnx.Param(_normal(rngs, (d, f)))
+        self.w_down = nnx.Param(_normal(rngs, (f, d), config.n_layers))
+
+    def __call__(self, x_BTD: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Attention, then the MLP, each on its normalised input and added to the residual stream."""
+        x_BTD = x_BTD + self.attention(rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps), rotary)
+        h_BTD = rms_norm(x_BTD, self.mlp_norm[...], self.config.norm_eps)
+        return x_BTD + (jax.nn.silu(h_BTD @ self.w_gate[...]) * (h_BTD @ self.w_up[...])) @ self.w_down[...]
+
+    def attention(self, h_BTD: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Causal grouped-query attention; query head i reads key/value head i // (N / K)."""
+        rows, length, _ = h_BTD.shape
+        heads = lambda w: (h_BTD @ w[...]).reshape(rows, length, -1, self.config.head_dim)  # noqa: E731
+        q_BTNH, k_BTKH, v_BTKH = rotate(heads(self.wq), *rotary), rotate(heads(self.wk), *rotary), heads(self.wv)
+        o_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True)
+        return o_BTNH.reshape(rows, length, -1) @ self.wo[...]
+
+
+class Head(nnx.Module):
+    """Final norm and the projection to logits; without a kernel where it is tied to the embedding."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.norm = nnx.Param(jnp.ones(config.d_model))
+        self.kernel = None if config.tied else nnx.Param(_normal(rngs, (config.d_model, config.vocab_size)))
+
+    def __call__(self, x_BTD: jax.Array, table_VD: jax.Array | None) -> jax.Array:
+        """Logits, [B, T, V] in the compute dtype."""
+        kernel_DV = table_VD.T if self.kernel is None else self.kernel[...]  # type: ignore[union-attr]
+        return rms_norm(x_BTD, self.norm[...], self.config.norm_eps) @ kernel_DV
+
+
+class Llama(nnx.Module):
+    """The decoder; `layers` holds every block's weights stacked along dim 0."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = Embedding(config, rngs=rngs)
+        self.layers = nnx.vmap(lambda rngs: Block(config, rngs=rngs))(rngs.split(config.n_layers))
+        self.head = Head(config, rngs=rngs)
+
+
+@dataclass(frozen=True)
+class LlamaFunctions:
+    """A Llama as functions on a params pytree, with its units marked; hashable and picklable."""
+
+    config: LlamaConfig
+    remat: str = "none"
+
+    def init(self, key: jax.Array) -> dict[str, Any]:
+        """Initial parameters in float32: matrices normal with deviation 0.02 (0.02 / sqrt(2 L) into the stream), norms 1."""
+        return nnx.to_pure_dict(nnx.state(Llama(self.config, rngs=nnx.Rngs(params=key)), nnx.Param))
+
+    def logits(self, params: dict[str, Any], tokens_BT: jax.Array) -> jax.Array:
+        """Next-token logits, [B, T, V] in the compute dtype; ValueError for sequences beyond the rotary table."""
+        length = tokens_BT.shape[1]
+        if length > self.config.max_sequence:
+            raise ValueError(f"sequence of {length} tokens is longer than the rotary table: model.max_sequence={self.config.max_sequence}")
+        abstract = nnx.eval_shape(lambda: Llama(self.config, rngs=nnx.Rngs(0)))
+        embed, block, head = (_function_of(module) for module in (abstract.embed, abstract.layers, abstract.head))
+
+        x_BTD = fully_shard(embed, at="embed")(params["embed"], tokens_BT)
+        rotary = rotary_table(self.config, length)
+        layer = fully_shard(block, at="layers", remat=self.remat)
+        x_BTD, _ = jax.lax.scan(lambda x, weights: (layer(weights, x, rotary), None), x_BTD, params["layers"])
+        if not self.config.tied:
+            return fully_shard(head, at="head")(params["head"], x_BTD, None)
+        tied = {"embed": params["embed"], "head": params["head"]}
+        return fully_shard(lambda p, x: head(p["head"], x, p["embed"]["table"]), at="")(tied, x_BTD)
+
+    def loss(self, params: dict[str, Any], batch: dict[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Summed cross-entropy (nats) of `targets` where `mask` is 1, and the number of such tokens."""
+        del rng  # no dropout
+        logits_BTV = self.logits(params, batch["inputs"]).astype(jnp.float32)
+        log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+        nll_BT = log_z_BT - jnp.take_along_axis(logits_BTV, batch["targets"][..., None], axis=-1)[..., 0]
+        return jnp.sum(nll_BT * batch["mask"]), jnp.sum(batch["mask"])
+
+
+def _function_of(module: nnx.Module) -> Any:
+    graphdef = nnx.graphdef(module)
+    return lambda params, *args: nnx.merge(graphdef, params)(*args)
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], residual_layers: int = 0) -> jax.Array:
+    deviation = 0.02 / (2 * residual_layers) ** 0.5 if residual_layers else 0.02
+    return deviation * jax.random.normal(rngs.params(), shape)
