@@ -1,0 +1,70 @@
+"""What a run writes for people and tools to read: metrics.jsonl, TensorBoard events, the loss curve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+
+
+class MetricsWriter:
+    """Appends one JSON object a step to `metrics.jsonl`, and the same numbers to TensorBoard.
+
+    On a resume at step s, lines of later steps (a run that went on after its last save) are taken out, so that every
+    step stands there once.
+    """
+
+    def __init__(self, workdir: Path, resumed_at: int):
+        """Args: the directory; the step the run starts after."""
+        path = workdir / "metrics.jsonl"
+        self.lines: list[dict[str, Any]] = [line for line in _read(path) if line["step"] <= resumed_at]
+        self._file = path.open("w")
+        for line in self.lines:
+            self._file.write(json.dumps(line) + "\n")
+        self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=resumed_at + 1)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """One step; flushed, so that a killed run leaves whole lines."""
+        self.lines.append(line)
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        for name, value in line.items():
+            if name != "step":
+                self._board.add_scalar(name, float(value), line["step"])
+
+    def column(self, name: str) -> list[float]:
+        """One metric over all steps so far."""
+        return [line[name] for line in self.lines]
+
+    def close(self) -> None:
+        """Closes both files."""
+        self._file.close()
+        self._board.close()
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:  # the half line of a run that was killed while writing it
+            continue
+    return lines
+
+
+def draw_loss_curve(losses: list[float], unigram_entropy: float, path: Path) -> None:
+    """A PNG of the loss over steps, beside the loss of a model that knows only token frequencies."""
+    from matplotlib.figure import Figure  # a slow import that only the end of a run needs
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(range(1, len(losses) + 1), losses, label="loss")
+    axes.axhline(unigram_entropy, color="gray", linestyle="--", label="unigram entropy")
+    axes.set(xlabel="step", ylabel="nats per token", title="Training loss")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,277 @@
+"""The training loop: from a `TrainConfig` to a trained state, with metrics, checkpoints and a clean stop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from zjax import rules
+from zjax.checkpoint import Checkpointer, CheckpointError
+from zjax.config import ConfigError, TrainConfig
+from zjax.data import Batches, Corpus, load_corpus, prefetch
+from zjax.mesh import AnyMesh, make_mesh
+from zjax.metrics import MetricsWriter, draw_loss_curve
+from zjax.models import llama
+from zjax.models.sample import sample_tokens
+from zjax.optim import make_optimizer, make_schedule
+from zjax.plan import Plan, build_plan, summary
+from zjax.state import TrainState, init_state
+from zjax.step import TrainStep, batch_sharding, check_batch, make_train_step
+
+AGREE_EVERY = 10
+"""Steps between the processes' agreements on whether one of them was told to stop."""
+
+
+def plan_run(config: TrainConfig, mesh: AnyMesh) -> Plan:
+    """The plan of a configured run; an abstract mesh is enough."""
+    if config.model.preset == "abstract":
+        count = config.model.parameters
+        init_fn: Callable[[jax.Array], Any] = lambda key: {"parameters": jnp.zeros(count)}  # noqa: E731
+        units, chain = (), []
+    else:
+        model = _model(config)
+        init_fn, units, chain = model.init, llama.UNITS, [rules.tensor_parallel(llama.TENSOR_DIMS)]
+    return build_plan(
+        config.zero,
+        init_fn,
+        make_optimizer(config.optimizer, config.steps),
+        mesh,
+        precision=config.precision,
+        accumulation=config.accumulation,
+        units=units,
+        rules=chain,
+    )
+
+
+def _model(config: TrainConfig) -> llama.LlamaFunctions:
+    if config.model.preset == "abstract":
+        raise ConfigError("model.preset='abstract': a parameter count can be planned, not trained; choose a Llama preset")
+    model = llama.LlamaFunctions(llama.from_config(config.model), config.remat)
+    length, longest = config.data.sequence_length, model.config.max_sequence
+    if length > longest:
+        raise ConfigError(f"data.sequence_length={length}: longer than the rotary table, model.max_sequence={longest}")
+    return model
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    state: TrainState
+    losses: list[float]
+    """Loss of every step since the start, resumed ones included."""
+    stopped_by: int | None
+    """The signal that ended it early, after a save; None if every step was done."""
+
+
+def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] | None = None, console: Console | None = None) -> Result:
+    """Trains; resumes at the newest checkpoint below `workdir` if there is one.
+
+    Everything that can be wrong with the config, the data, the workdir or the checkpoint raises before anything is
+    written. In a run of several processes each calls this; only the first writes metrics and prints.
+
+    Raises:
+      ConfigError: a config, corpus or workdir that cannot be used.
+      CheckpointError: a checkpoint of another model, corpus or data order.
+    """
+    first = jax.process_index() == 0
+    console = (console or Console()) if first else Console(quiet=True)
+    model = _model(config)
+    plan = plan_run(config, make_mesh(config.mesh, devices))
+    rows = jax.ShapeDtypeStruct((config.data.global_batch, config.data.sequence_length), jnp.int32)
+    check_batch(plan, {"data.global_batch": rows})
+    corpus = load_corpus(config.data)
+    if corpus.vocab_size > model.config.vocab_size:
+        raise ConfigError(f"model.vocab_size={model.config.vocab_size}: the corpus has {corpus.vocab_size} tokens; raise it to that")
+    workdir = _usable_workdir(Path(workdir))
+    checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep)
+    meta = _meta(config, model, corpus)
+    resumed_at = checkpointer.latest_step()
+    if resumed_at is not None:
+        _require_same_run(checkpointer.meta(resumed_at), meta, checkpointer.directory / str(resumed_at))
+    state = checkpointer.restore(plan, resumed_at) if resumed_at is not None else init_state(plan, jax.random.key(config.seed))
+
+    entropy = corpus.unigram_entropy()
+    _say(console, summary(plan))
+    _say(console, f"corpus: {len(corpus):,} tokens, unigram entropy {entropy:.3f} nats; writing to {workdir}")
+    if resumed_at is not None:
+        _say(console, f"resuming at step {resumed_at} of {config.steps}")
+
+    writer = MetricsWriter(workdir, resumed_at or 0) if first else None
+    try:
+        state, stopped_by = _loop(config, plan, model, corpus, state, checkpointer, meta, writer, console)
+        _save(checkpointer, state, meta)
+        checkpointer.close()
+        losses = writer.column("loss") if writer else []
+    finally:
+        if writer:
+            writer.close()
+    if stopped_by is not None:
+        _say(console, f"stopped by {signal.Signals(stopped_by).name}; saved at step {int(state.step)}")
+        return Result(state, losses, stopped_by)
+    _report(config, model, corpus, state, losses, entropy, workdir, console)
+    return Result(state, losses, None)
+
+
+def _loop(
+    config: TrainConfig,
+    plan: Plan,
+    model: llama.LlamaFunctions,
+    corpus: Corpus,
+    state: TrainState,
+    checkpointer: Checkpointer,
+    meta: dict[str, Any],
+    writer: MetricsWriter | None,
+    console: Console,
+) -> tuple[TrainState, int | None]:
+    step: TrainStep = make_train_step(plan, model.loss, clip=config.clip)
+    schedule = make_schedule(config.optimizer, config.steps)
+    batches = Batches(corpus, config.data.global_batch, config.data.sequence_length, config.seed)
+    start, skipped = int(state.step), int(state.skipped_steps)
+    clock, pending = time.perf_counter(), None
+
+    def record(done: int, metrics: dict[str, jax.Array]) -> None:
+        nonlocal clock, skipped
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}  # waits for the step
+        seconds, clock = time.perf_counter() - clock, time.perf_counter()
+        tokens, applied = values.pop("weight"), bool(values.pop("step_applied"))
+        learning_rate = float(schedule(done - 1 - skipped))
+        skipped += not applied
+        if not applied:
+            _say(console, f"step {done}: loss or gradients are not finite; the step was skipped ({skipped} so far)")
+        line = {"step": done, **values, "learning_rate": learning_rate, "tokens": round(tokens), "step_seconds": seconds}
+        # There is no fp16 here, so nothing is scaled: the loss scale is 1 by definition.
+        line |= {"tokens_per_second": tokens / seconds, "step_applied": applied, "loss_scale": 1.0, "skipped_steps": skipped}
+        if writer:
+            writer.write(line)
+        bar.update(task, completed=done, loss=values["loss"], speed=tokens / seconds)
+
+    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"), TimeRemainingColumn()
+    with _catch_signals() as caught, Progress(*columns, console=console) as bar:
+        task = bar.add_task("train", total=config.steps, completed=start, loss=float("nan"), speed=0.0)
+        for index, batch in prefetch(batches, batch_sharding(plan), start, config.steps):
+            state, metrics = step(state, batch)
+            # One step behind, so that the host reads metrics while the devices work on the next step.
+            if pending is not None:
+                record(*pending)
+            pending = index + 1, metrics
+            if _agreed(caught.number, index) is not None:
+                break
+            if config.checkpoint.every and (index + 1) % config.checkpoint.every == 0 and index + 1 < config.steps:
+                _save(checkpointer, state, meta)
+        if pending is not None:
+            record(*pending)
+    return state, _agreed(caught.number, 0) if int(state.step) < config.steps else None
+
+
+def _save(checkpointer: Checkpointer, state: TrainState, meta: dict[str, Any]) -> None:
+    if checkpointer.latest_step() != int(state.step):
+        checkpointer.save(state, meta)
+
+
+@dataclass
+class _Caught:
+    number: int | None = None
+
+
+@contextlib.contextmanager
+def _catch_signals() -> Iterator[_Caught]:
+    """The first SIGTERM or Ctrl-C is noted, for the loop to stop at a step's end; the second acts as usual."""
+    caught, numbers = _Caught(), (signal.SIGTERM, signal.SIGINT)
+    try:
+        before = {number: signal.getsignal(number) for number in numbers}
+
+        def note(number: int, frame: FrameType | None) -> None:
+            caught.number = number
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+        for number in numbers:
+            signal.signal(number, note)
+    except ValueError:  # not the main thread (a notebook's worker): signals are not ours to catch
+        yield caught
+        return
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _agreed(number: int | None, index: int) -> int | None:
+    """The signal any process has caught; all processes get the same answer, since all must stop at the same step."""
+    if jax.process_count() == 1:
+        return number
+    if index % AGREE_EVERY:
+        return None
+    return int(np.max(multihost_utils.process_allgather(np.int32(number or 0)))) or None
+
+
+def _usable_workdir(workdir: Path) -> Path:
+    """Makes the directory; ConfigError where it cannot be written."""
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        probe = workdir / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"workdir {workdir} cannot be written: {error.strerror}; choose another with --workdir") from error
+    return workdir.absolute()
+
+
+def _meta(config: TrainConfig, model: llama.LlamaFunctions, corpus: Corpus) -> dict[str, Any]:
+    """What a checkpoint says of its run; `model` and `data` must be the same on resume."""
+    data = {
+        "corpus": corpus.fingerprint,
+        "data.global_batch": config.data.global_batch,
+        "data.sequence_length": config.data.sequence_length,
+        "seed": config.seed,
+    }
+    return {"model": dataclasses.asdict(model.config), "data": data, "config": dataclasses.asdict(config)}
+
+
+def _require_same_run(saved: dict[str, Any], ours: dict[str, Any], where: Path) -> None:
+    for section in ("model", "data"):
+        for name, value in ours[section].items():
+            if saved[section].get(name) != value:
+                label = f"model.{name}" if section == "model" else name
+                raise CheckpointError(
+                    f"{where} was saved with {label}={saved[section].get(name)!r}, this run has {value!r}: "
+                    "use the same, or another --workdir to start anew"
+                )
+
+
+def _report(
+    config: TrainConfig, model: llama.LlamaFunctions, corpus: Corpus, state: TrainState, losses: list[float], entropy: float, workdir: Path, console: Console
+) -> None:  # fmt: skip
+    if losses:
+        last = losses[-10:]
+        final = sum(last) / len(last)
+        _say(console, f"final loss {final:.3f} nats (mean of the last {len(last)} steps), {entropy - final:.3f} below the unigram entropy {entropy:.3f}")
+        draw_loss_curve(losses, entropy, workdir / "loss.png")
+        _say(console, f"loss curve: {workdir / 'loss.png'}; metrics: {workdir / 'metrics.jsonl'}")
+    if config.sample_tokens:
+        prompt = corpus.slice(0, min(32, len(corpus))).tolist()
+        window = min(config.data.sequence_length, 128)
+        drawn = sample_tokens(model.logits, state.params, prompt, config.sample_tokens, config.seed, window=window)
+        _say(console, "sampled text:")
+        _say(console, corpus.decode(prompt) + corpus.decode(drawn))
