@@ -57,10 +57,13 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> TrainConfig:
     if not Path(path).is_file():
         near = difflib.get_close_matches(path, [str(p) for p in Path(path).parent.glob("*.py")] if Path(path).parent.is_dir() else [], n=1)
         raise ConfigError(f"--config={path}: no such file" + (f"; did you mean {near[0]}?" if near else ""))
+    sys.path.insert(0, str(Path(path).parent))  # as python does for a script: a config may build on one beside it
     try:
         values = runpy.run_path(path)["get_config"]()
     except KeyError:
         raise ConfigError(f"--config={path}: the file has no get_config() function") from None
+    finally:
+        sys.path.pop(0)
     if not isinstance(values, ml_collections.ConfigDict):
         raise ConfigError(f"--config={path}: get_config() must return an ml_collections.ConfigDict, not {type(values).__name__}")
     values = values.to_dict()

@@ -266,7 +266,7 @@ def _report(
     if losses:
         last = losses[-10:]
         final = sum(last) / len(last)
-        _say(console, f"final loss {final:.3f} nats (mean of the last {len(last)} steps), {entropy - final:.3f} below the unigram entropy {entropy:.3f}")
+        _say(console, f"final loss {final:.3f} nats (mean of the last {len(last)} steps), {abs(entropy - final):.3f} {'below' if final < entropy else 'above'} the unigram entropy {entropy:.3f}")
         draw_loss_curve(losses, entropy, workdir / "loss.png")
         _say(console, f"loss curve: {workdir / 'loss.png'}; metrics: {workdir / 'metrics.jsonl'}")
     if config.sample_tokens:
