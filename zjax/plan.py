@@ -91,6 +91,25 @@ class LeafPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The arguments of `build_plan` but for the mesh."""
+
+    zero: ZeroConfig
+    init_fn: Callable[[jax.Array], PyTree]
+    tx: optax.GradientTransformation
+    precision: PrecisionConfig
+    accumulation: AccumulationConfig
+    units: tuple[str, ...]
+    rules: tuple[rules_lib.Rule, ...]
+    shard_placement: Callable[[str, Shape], int | None] | None
+
+    def build(self, mesh: AnyMesh) -> Plan:
+        """The plan on a mesh."""
+        arguments = {name: getattr(self, name) for name in ("precision", "accumulation", "units", "rules", "shard_placement")}
+        return build_plan(self.zero, self.init_fn, self.tx, mesh, **arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Placement of the whole train state on a mesh. Hashable: the unit marks of a traced step look it up."""
 
@@ -109,8 +128,8 @@ class Plan:
     """Activations between units: dim 0 like the batch, the other dims left to XLA."""
     params_treedef: Any
     inner_treedef: Any
-    init_fn: Callable[[jax.Array], PyTree] = field(compare=False)
-    tx: optax.GradientTransformation = field(compare=False)
+    recipe: Recipe = field(compare=False)
+    """What the plan was built from: it builds the plan for another mesh."""
 
     def part(self, part: str) -> tuple[LeafPlan, ...]:
         """The leaves of one part, in tree order."""
@@ -207,8 +226,16 @@ def build_plan(
         residual_spec=rules_lib.at_dim(0, axes) if axes else P(),
         params_treedef=treedef,
         inner_treedef=jax.tree.structure(inner_shapes),
-        init_fn=init_fn,
-        tx=tx,
+        recipe=Recipe(
+            zero=zero,
+            init_fn=init_fn,
+            tx=tx,
+            precision=precision,
+            accumulation=accumulation,
+            units=tuple(units),
+            rules=tuple(rules),
+            shard_placement=shard_placement,
+        ),
     )
 
 

@@ -82,11 +82,11 @@ def lower_init(plan: Plan) -> jax.stages.Lowered:
 
 def _init(plan: Plan, rng: jax.Array) -> TrainState:
     params_key, state_key = jax.random.split(rng)
-    optimized = cast(plan.init_fn(params_key), jnp.float32)
+    optimized = cast(plan.recipe.init_fn(params_key), jnp.float32)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=cast(optimized, compute_dtype(plan.precision)),
-        opt_state=OptState(optimized if has_master(plan.precision) else None, plan.tx.init(optimized)),
+        opt_state=OptState(optimized if has_master(plan.precision) else None, plan.recipe.tx.init(optimized)),
         rng=state_key,
         skipped_steps=jnp.zeros((), jnp.int32),
     )

@@ -164,7 +164,7 @@ def _update(plan: Plan, state: TrainState, grads: PyTree) -> tuple[PyTree, OptSt
     sharded = plan.params_tree("optimizer")
     master = state.opt_state.master
     optimized = _pin(state.params, sharded) if master is None else master
-    updates, inner = plan.tx.update(grads, state.opt_state.inner, optimized)
+    updates, inner = plan.recipe.tx.update(grads, state.opt_state.inner, optimized)
     optimized = _pin(optax.apply_updates(optimized, updates), sharded)
     # Cast in shards, so that what stage 1 and 2 gather afterwards is the compute dtype.
     cast_params = jax.tree.map(lambda new, old: new.astype(old.dtype), optimized, state.params)

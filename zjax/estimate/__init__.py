@@ -1,3 +1,3 @@
 """Arithmetic on a plan: what a step must move and hold, without compiling anything."""
 
-from zjax.estimate.traffic import traffic_by_link, traffic_per_step
+from zjax.estimate.traffic import minimum_wire_bytes, traffic_by_link, traffic_per_step

@@ -34,6 +34,17 @@ def transfers(plan: Plan) -> Iterator[Transfer]:
         yield from _gradient_reductions(plan, leaf)
 
 
+def minimum_wire_bytes(plan: Plan) -> int:
+    """The least a step of this mode can send: gradients go where the optimizer needs them, once where they can wait.
+
+    That is the plan's own traffic, but for stages 0 and 1, which need to reduce gradients once a step and not once a
+    micro-batch, and for stage 1, whose sharded optimizer needs them scattered, not everywhere.
+    """
+    gathers = (transfer for leaf in plan.part("params") for transfer in _parameter_gathers(plan, leaf))
+    reductions = (transfer for leaf in plan.part("params") for transfer in _gradient_reductions(plan, leaf, least=True))
+    return round(sum(transfer.wire_bytes for transfer in [*gathers, *reductions]))
+
+
 def traffic_per_step(plan: Plan) -> dict[str, int]:
     """Wire bytes a device by kind of collective, and their `total`."""
     sent = {kind: 0.0 for kind in KINDS}
@@ -65,11 +76,13 @@ def _parameter_gathers(plan: Plan, leaf: LeafPlan) -> Iterator[Transfer]:
         yield _ring(plan, leaf, "all_gather", updated, 1, whole)
 
 
-def _gradient_reductions(plan: Plan, leaf: LeafPlan) -> Iterator[Transfer]:
-    assert leaf.forward and leaf.accumulator
-    times = plan.accumulation.micro_batches
+def _gradient_reductions(plan: Plan, leaf: LeafPlan, *, least: bool = False) -> Iterator[Transfer]:
+    assert leaf.forward and leaf.accumulator and leaf.optimizer
     gradient = leaf.bytes_on(plan.mesh, "forward")  # reduced in the compute dtype, before it is accumulated
     scattered = _gathered_axes(leaf.accumulator, leaf.forward)
+    times = plan.accumulation.micro_batches if scattered or not least else 1
+    if least and not scattered:
+        scattered = _gathered_axes(leaf.optimizer, leaf.forward)
     if scattered:
         yield _ring(plan, leaf, "reduce_scatter", scattered, times, gradient)
     left = tuple(axis for axis in data_axes(plan.mesh) if axis not in scattered)
