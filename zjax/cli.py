@@ -1,12 +1,14 @@
-"""The `zjax` command: train, plan. Other tools read its options and JSON; keep them stable."""
+"""The `zjax` command: train, plan, audit, compare. Other tools read its options and JSON; keep them stable."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import difflib
+import glob
 import json
 import math
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -16,19 +18,23 @@ from typing import Any
 import jax
 import ml_collections
 
+from zjax import train
+from zjax.audit import Audit, AuditError, audit_recipe
+from zjax.audit.targets import parse_target
 from zjax.config import ConfigError, TrainConfig, from_dict
+from zjax.estimate import traffic_by_link, traffic_per_step
+from zjax.mesh import abstract_mesh
+from zjax.plan import Plan, bytes_per_device, spec_text
 
 SIMULATED_DEVICES = 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 only when the work was done."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    arguments, rest = _parser().parse_known_args(argv)
     try:
-        config = load_config(arguments.config, rest)
-        return arguments.run(config, arguments)
-    except (ConfigError, ValueError) as error:
+        return arguments.run(arguments, rest)
+    except (ConfigError, ValueError, AuditError) as error:
         print(f"zjax {arguments.command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -37,18 +43,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zjax", description="ZeRO and FSDP sharding for JAX: plan it, train with it.")
+    parser = argparse.ArgumentParser(prog="zjax", description="ZeRO and FSDP sharding for JAX: plan it, audit it, train with it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="train a model from a config", description="Train a model from a config; resumes where its workdir left off.")
-    plan = commands.add_parser("plan", help="per-leaf placement, bytes per device, traffic per step", description="Show what a config places where. Nothing is allocated, no device is needed.")  # fmt: skip
-    for command in (train, plan):
-        command.add_argument("--config", required=True, metavar="FILE", help="a Python file with get_config(); any field can be set with --config.a.b=VALUE")
-        command.add_argument("--devices", type=int, metavar="N", help=f"devices to use; without an accelerator they are simulated on the CPU (default {SIMULATED_DEVICES})")
+    about = {
+        "train": (_train, "train a model from a config", "Train a model from a config; resumes where its workdir left off."),
+        "plan": (_plan, "per-leaf placement, bytes per device, traffic per step", "Show what a config places where. Nothing is allocated, no device is needed."),
+        "audit": (_audit, "what the compiled program holds, sends and waits for", "Compile the step for a target, which need not be here, and report what each device holds, sends and waits for."),
+        "compare": (_compare, "a grid of configs side by side", "Vary fields of a config and show plan figures, and audited ones with --target, side by side."),
+    }  # fmt: skip
+    made = {}
+    for name, (run, short, long) in about.items():
+        command = made[name] = commands.add_parser(name, help=short, description=long)
+        command.add_argument("--config", required=True, metavar="FILE", help="a Python file with get_config(); set any field with --config.a.b=VALUE")
         command.epilog = "Override any field of the config with --config.a.b=VALUE, for instance --config.zero.stage=2."
-    train.add_argument("--workdir", metavar="DIR", help="where metrics and checkpoints go (default runs/NAME, after the config)")
-    plan.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    train.set_defaults(run=_train)
-    plan.set_defaults(run=_plan)
+        command.set_defaults(run=run)
+        if name != "train":
+            command.add_argument("--json", action="store_true", help="print JSON instead of text")
+    for name in ("train", "plan"):
+        made[name].add_argument("--devices", type=int, metavar="N", help=f"devices to use; without an accelerator they are simulated on the CPU (default {SIMULATED_DEVICES})")
+    made["train"].add_argument("--workdir", metavar="DIR", help="where metrics and checkpoints go (default runs/NAME, after the config)")
+    targets = "cpu:8, gpu:h100:1x8 (hosts x GPUs a host) or tpu:v5p:4x4x4"
+    made["audit"].add_argument("--target", required=True, metavar="T", help=targets)
+    made["audit"].add_argument("--strict", action="store_true", help="exit with status 1 if there is any finding")
+    made["compare"].add_argument("--target", action="append", default=[], metavar="T", help=f"audit every config on this target too; repeatable: {targets}")
+    made["compare"].add_argument("--vary", action="append", default=[], metavar="FIELD=A,B", help="a field and its values, for instance zero.stage=0,1,2,3; repeatable")
+    made["compare"].add_argument("--out", metavar="DIR", help="write compare.csv, compare.json and report.html there")
+    for name in ("audit", "compare"):
+        made[name].add_argument("--keep-hlo", metavar="DIR", help="save the compiled programs' text there")
     return parser
 
 
@@ -77,11 +98,11 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> TrainConfig:
             section = section.setdefault(each, {})
             if not isinstance(section, dict):
                 raise ConfigError(f"{override!r}: {each} is a value, not a section")
-        section[key] = _parse(text)
+        section[key] = parse_value(text)
     return from_dict(TrainConfig, values)
 
 
-def _parse(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """A Python literal where it is one (2, 1e-3, None, True, a tuple), else a string; true and false in any case."""
     if text.lower() in ("true", "false", "none"):
         text = text.capitalize()
@@ -91,10 +112,9 @@ def _parse(text: str) -> Any:
         return text
 
 
-def _train(config: TrainConfig, arguments: argparse.Namespace) -> int:
+def _train(arguments: argparse.Namespace, rest: list[str]) -> int:
+    config = load_config(arguments.config, rest)
     devices = use_devices(arguments.devices)
-    from zjax import train  # after the devices are set: it may touch them
-
     result = train.run(config, arguments.workdir or Path("runs") / Path(arguments.config).stem, devices=devices)
     return 0 if result.stopped_by is None else 128 + result.stopped_by
 
@@ -104,6 +124,8 @@ def use_devices(count: int | None) -> list[jax.Device]:
     if count is not None and count < 1:
         raise ConfigError(f"--devices={count}: must be positive")
     jax.config.update("jax_num_cpu_devices", count or SIMULATED_DEVICES)
+    if not _accelerator_files():
+        without_accelerator()
     devices = jax.devices()
     if devices[0].platform == "cpu":
         print(f"no accelerator: {len(devices)} simulated CPU devices", file=sys.stderr)
@@ -112,23 +134,11 @@ def use_devices(count: int | None) -> list[jax.Device]:
     return devices[:count]
 
 
-def _plan(config: TrainConfig, arguments: argparse.Namespace) -> int:
-    from zjax.estimate import traffic_by_link, traffic_per_step
-    from zjax.mesh import abstract_mesh
-    from zjax.plan import bytes_per_device
-    from zjax.train import plan_run
-
-    mesh = abstract_mesh(config.mesh, _planned_devices(config, arguments.devices))
-    plan = plan_run(config, mesh)
-    report = {
-        "parameters": sum(math.prod(leaf.shape) for leaf in plan.part("params")),
-        "devices": mesh.size,
-        "mesh": dict(mesh.shape),
-        "engine": plan.engine,
-        "per_device": bytes_per_device(plan),
-        "traffic_per_step": traffic_per_step(plan),
-        "traffic_by_link": traffic_by_link(plan),
-    }
+def _plan(arguments: argparse.Namespace, rest: list[str]) -> int:
+    config = load_config(arguments.config, rest)
+    without_accelerator()
+    plan = planned(config, arguments.devices)
+    report = plan_report(plan)
     if arguments.json:
         print(json.dumps(report))
         return 0
@@ -137,6 +147,106 @@ def _plan(config: TrainConfig, arguments: argparse.Namespace) -> int:
         sent = ", ".join(f"{name} {value / 2**20:.2f}" for name, value in report[title].items())
         print(f"MiB a device sends, {title.removeprefix('traffic_').replace('_', ' ')}: {sent}")
     return 0
+
+
+def _audit(arguments: argparse.Namespace, rest: list[str]) -> int:
+    config = load_config(arguments.config, rest)
+    without_accelerator()
+    result = audit_run(config, arguments.target, keep_hlo=arguments.keep_hlo)
+    print(json.dumps(result.to_json()) if arguments.json else result)
+    return 1 if arguments.strict and result.findings else 0
+
+
+def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from rich.console import Console
+    from rich.progress import track
+
+    from zjax.audit import compare
+    from zjax.audit.html import report_html
+
+    load_config(arguments.config, rest)  # a mistake in the config itself ends it; one in a cell is a row
+    without_accelerator()
+    grid = list(compare.cells_of(compare.parse_vary(arguments.vary, parse_value), arguments.target))
+    progress = Console(stderr=True)
+    cells = [_cell(arguments, rest, varied, target) for varied, target in track(grid, "comparing", console=progress)]
+    if arguments.out:
+        out = Path(arguments.out)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "compare.csv").write_text(compare.csv_of(cells))
+        (out / "compare.json").write_text(compare.json_of(cells))
+        (out / "report.html").write_text(report_html(f"zjax compare: {Path(arguments.config).stem}", cells))
+        print(f"wrote compare.csv, compare.json and report.html to {out}", file=sys.stderr)
+    if arguments.json:
+        print(compare.json_of(cells))
+    else:
+        Console(width=None if sys.stdout.isatty() else 200).print(compare.table_of(cells))
+    for error in compare.errors_of(cells):
+        print(f"failed: {error}", file=sys.stderr)
+    return 0 if any(not cell.error for cell in cells) else 1
+
+
+def _cell(arguments: argparse.Namespace, rest: list[str], varied: dict[str, Any], target: str) -> Any:
+    from zjax.audit.compare import Cell
+
+    overrides = [*rest, *(f"--config.{name}={value}" for name, value in varied.items())]
+    try:
+        config = load_config(arguments.config, overrides)
+        result = audit_run(config, target, keep_hlo=arguments.keep_hlo) if target else None
+        plan = result.plan if result else planned(config, parse_target(target).devices if target else None)
+    except (ConfigError, ValueError, AuditError) as error:
+        return Cell(varied, target, error=str(error))
+    leaves = tuple(
+        {"path": leaf.path, "shape": "x".join(map(str, leaf.shape)), "spec": spec_text(leaf.rest.spec), "bytes": leaf.bytes_on(plan.mesh), "reason": leaf.reason or ""}
+        for leaf in plan.leaves
+    )  # fmt: skip
+    return Cell(varied, target, plan_report(plan), result.to_json() if result else None, leaves)
+
+
+def audit_run(config: TrainConfig, target: str, *, keep_hlo: str | None = None) -> Audit:
+    """Audits a configured run's step as it compiles for a target."""
+    devices = parse_target(target).devices
+    recipe = train.plan_run(config, abstract_mesh(config.mesh, devices)).recipe
+    model, batch = train.model_of(config), train.abstract_batch(config)
+    return audit_recipe(recipe, model.loss, batch, target=target, mesh=config.mesh, clip=config.clip, keep_hlo=keep_hlo)
+
+
+def planned(config: TrainConfig, devices: int | None) -> Plan:
+    """The plan of a configured run on as many abstract devices as asked for, or as its mesh names."""
+    return train.plan_run(config, abstract_mesh(config.mesh, _planned_devices(config, devices)))
+
+
+def plan_report(plan: Plan) -> dict[str, Any]:
+    """The stable JSON form of `zjax plan --json`."""
+    return {
+        "parameters": sum(math.prod(leaf.shape) for leaf in plan.part("params")),
+        "devices": plan.mesh.size,
+        "mesh": dict(plan.mesh.shape),
+        "engine": plan.engine,
+        "per_device": bytes_per_device(plan),
+        "traffic_per_step": traffic_per_step(plan),
+        "traffic_by_link": traffic_by_link(plan),
+    }
+
+
+def without_accelerator() -> None:
+    """Starts jax on the CPU, without the complaints of installed GPU and TPU compilers that find no device."""
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+    # They are written by C++ straight to the file descriptor, past anything Python could filter.
+    sys.stderr.flush()
+    with open(os.devnull, "w") as nowhere:
+        stderr = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            jax.devices()
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
+def _accelerator_files() -> list[str]:
+    patterns = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd")
+    return [path for pattern in patterns for path in glob.glob(pattern)]
 
 
 def _planned_devices(config: TrainConfig, asked: int | None) -> int:

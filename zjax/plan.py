@@ -437,7 +437,7 @@ def _table(plan: Plan) -> str:
     for column in ("leaf", "shape", "dtype", *ROLES, "bytes/device", "why not sharded"):
         table.add_column(column, no_wrap=True, justify="right" if column == "bytes/device" else "left")
     for leaf in plan.leaves:
-        specs = [_spec_text(placed.spec) if placed else "" for placed in (getattr(leaf, role) for role in ROLES)]
+        specs = [spec_text(placed.spec) if placed else "" for placed in (getattr(leaf, role) for role in ROLES)]
         shape = "x".join(map(str, leaf.shape)) or "scalar"
         table.add_row(leaf.path, shape, str(leaf.rest.dtype), *specs, f"{leaf.bytes_on(plan.mesh):,}", leaf.reason or "")
     # rich pads and wraps to the console; a plan is compared as text, so it gets all the width it wants.
@@ -447,14 +447,14 @@ def _table(plan: Plan) -> str:
     return summary(plan) + "\n" + "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def _spec_text(spec: P) -> str:
+def spec_text(spec: P) -> str:
     """`R` for replicated, else one entry a sharded-up-to dim: `(-, fsdp)`."""
     entries = ["-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else entry for entry in spec]
     return f"({', '.join(entries)})" if entries else "R"
 
 
 def _placement_text(placed: Placement | None) -> str:
-    return f"{_spec_text(placed.spec)} {placed.dtype} {placed.memory_kind}" if placed else "absent"
+    return f"{spec_text(placed.spec)} {placed.dtype} {placed.memory_kind}" if placed else "absent"
 
 
 def _differences(one: Plan, other: Plan) -> list[str]:

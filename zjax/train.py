@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from zjax import rules
 from zjax.checkpoint import Checkpointer, CheckpointError
 from zjax.config import ConfigError, TrainConfig
-from zjax.data import Batches, Corpus, load_corpus, prefetch
+from zjax.data import DTYPES, Batches, Corpus, load_corpus, prefetch
 from zjax.mesh import AnyMesh, make_mesh
 from zjax.metrics import MetricsWriter, draw_loss_curve
 from zjax.models import llama
@@ -44,7 +44,7 @@ def plan_run(config: TrainConfig, mesh: AnyMesh) -> Plan:
         init_fn: Callable[[jax.Array], Any] = lambda key: {"parameters": jnp.zeros(count)}  # noqa: E731
         units, chain = (), []
     else:
-        model = _model(config)
+        model = model_of(config)
         init_fn, units, chain = model.init, llama.UNITS, [rules.tensor_parallel(llama.TENSOR_DIMS)]
     return build_plan(
         config.zero,
@@ -58,7 +58,14 @@ def plan_run(config: TrainConfig, mesh: AnyMesh) -> Plan:
     )
 
 
-def _model(config: TrainConfig) -> llama.LlamaFunctions:
+def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the global batch of a configured run."""
+    shape = (config.data.global_batch, config.data.sequence_length)
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in DTYPES.items()}
+
+
+def model_of(config: TrainConfig) -> llama.LlamaFunctions:
+    """The model a config names, as functions; ConfigError for one that cannot be trained as configured."""
     if config.model.preset == "abstract":
         raise ConfigError("model.preset='abstract': a parameter count can be planned, not trained; choose a Llama preset")
     model = llama.LlamaFunctions(llama.from_config(config.model), config.remat)
@@ -95,10 +102,9 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
     """
     first = jax.process_index() == 0
     console = (console or Console()) if first else Console(quiet=True)
-    model = _model(config)
+    model = model_of(config)
     plan = plan_run(config, make_mesh(config.mesh, devices))
-    rows = jax.ShapeDtypeStruct((config.data.global_batch, config.data.sequence_length), jnp.int32)
-    check_batch(plan, {"data.global_batch": rows})
+    check_batch(plan, abstract_batch(config))
     corpus = load_corpus(config.data)
     if corpus.vocab_size > model.config.vocab_size:
         raise ConfigError(f"model.vocab_size={model.config.vocab_size}: the corpus has {corpus.vocab_size} tokens; raise it to that")

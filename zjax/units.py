@@ -6,8 +6,10 @@ key, so one block under two plans is traced twice; a contextvar would silently r
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -103,8 +105,27 @@ def _policy(remat: str | RematPolicy | None) -> RematPolicy | None:
 
 
 def _gather_unit(plan: Plan, at: str, params: PyTree) -> PyTree:
-    treedef = jax.tree.structure(params)
-    return jax.tree.unflatten(treedef, [gather(plan, plan.params[_join(at, name)], x) for name, x in named_leaves(params)])
+    gathered = []
+    for name, x in named_leaves(params):
+        path = _join(at, name)
+        if (seen := _recorded.get()) is not None:
+            seen.add(path)
+        gathered.append(gather(plan, plan.params[path], x))
+    return jax.tree.unflatten(jax.tree.structure(params), gathered)
+
+
+_recorded: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("zjax_marked", default=None)
+
+
+@contextlib.contextmanager
+def record_marked() -> Iterator[set[str]]:
+    """Collects the names of the parameters that unit marks gather in what is traced (for the first time) inside."""
+    seen: set[str] = set()
+    token = _recorded.set(seen)
+    try:
+        yield seen
+    finally:
+        _recorded.reset(token)
 
 
 def _check_shapes(plan: Plan, at: str, params: PyTree) -> None:

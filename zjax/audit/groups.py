@@ -45,7 +45,7 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _mesh_groups(text: str) -> Groups:
-    found = re.match(r"mesh\[([^\]]*)\]\s*(.*?)\s*\{([^{}]*)\}\s*$", text, re.S)
+    found = re.match(r"mesh\[([^\]]*)\](?:,?\s*device_ids=\((.*?)\))?\s*\{([^{}]*)\}\s*$", text, re.S)
     if not found:
         raise HloParseError(f"replica groups of an unknown form: {text[:120]!r}")
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found.group(1))}
@@ -53,8 +53,8 @@ def _mesh_groups(text: str) -> Groups:
     total = math.prod(sizes.values())
     if not order:
         ids = np.arange(total)
-    elif "<=" in order:
-        ids = _iota(order[order.index("<=") :]).ravel()
+    elif order.startswith("["):  # `[2,4]T(1,0)`: the counting array in that shape, transposed
+        ids = _iota("<=" + order).ravel()
     else:
         ids = np.array(_ints(order))
     if ids.size != total:

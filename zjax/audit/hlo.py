@@ -317,7 +317,12 @@ def _split_attributes(text: str) -> Iterator[tuple[str, str]]:
             pieces.append(text[start : found.start()])
             start = found.end()
     pieces.append(text[start:])
-    for piece in pieces:
+    for index, piece in enumerate(pieces):
+        # `replica_groups=mesh[...], device_ids=(...) {...}` is one value with a comma of its own.
+        if piece.startswith(" device_ids="):
+            continue
+        if index + 1 < len(pieces) and pieces[index + 1].startswith(" device_ids="):
+            piece += pieces[index + 1]
         name, equals, value = piece.strip().partition("=")
         if equals:
             yield name, value

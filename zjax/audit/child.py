@@ -1,0 +1,128 @@
+"""The process that compiles: `python -m zjax.audit.child REQUEST RESPONSE`, with an environment of its own.
+
+It rebuilds mesh, plan and step for the target from the request's recipe, lowers, looks whether the same program was
+compiled before, and writes the compiled program's text and memory figures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from zjax.audit.targets import Target, open_devices, place_of
+from zjax.config import MeshConfig
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to compile, and for what."""
+
+    target: Target
+    mesh: MeshConfig
+    recipe: Any
+    """A `zjax.plan.Recipe`."""
+    loss_fn: Any
+    clip: float | None
+    batch: Any
+    """Pytree of (shape, dtype name) pairs."""
+    compiler_options: dict[str, str] = field(default_factory=dict)
+    cache: str = ""
+    """Directory of compiled programs; empty for none."""
+
+
+def main(request_path: str, response_path: str) -> None:
+    """Compiles the request; writes `response.json` and `hlo.txt` into the response directory."""
+    response = Path(response_path)
+    try:
+        request = cloudpickle.loads(Path(request_path).read_bytes())
+        answer = compile_request(request, response)
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    (response / "response.json").write_text(json.dumps(answer))
+
+
+def compile_request(request: Request, response: Path) -> dict[str, Any]:
+    """Compiles, or finds in the cache; returns memory figures and places, and writes the text."""
+    devices = open_devices(request.target)
+
+    import jax
+
+    from zjax.mesh import make_mesh
+    from zjax.step import make_train_step
+    from zjax.units import record_marked
+
+    mesh = make_mesh(request.mesh, devices)
+    plan = request.recipe.build(mesh)
+    step = make_train_step(plan, request.loss_fn, clip=request.clip)
+    batch = jax.tree.map(lambda pair: jax.ShapeDtypeStruct(*pair), request.batch, is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], tuple))
+    with record_marked() as marked:
+        lowered = step.lower(batch)
+    place = place_of(request.target, mesh.shape, mesh.devices.ravel().tolist())
+    answer: dict[str, Any] = {"mesh": dict(mesh.shape), "hosts": place.hosts, "coords": place.coords, "marked": sorted(marked)}
+
+    cached = _cache_entry(request, lowered.as_text())
+    if cached is None or not (cached / "compiled.json").exists():
+        started = time.perf_counter()
+        compiled = lowered.compile(compiler_options=request.compiler_options or None)
+        seconds = time.perf_counter() - started
+        (response / "hlo.txt").write_text(compiled.as_text())
+        figures = _memory(compiled.memory_analysis()) | {"compile_seconds": seconds}
+        (response / "compiled.json").write_text(json.dumps(figures))
+        if cached is not None:
+            _store(response, cached)
+    else:
+        for name in ("hlo.txt", "compiled.json"):
+            shutil.copy(cached / name, response / name)
+    return answer | json.loads((response / "compiled.json").read_text())
+
+
+def _memory(analysis: Any) -> dict[str, int]:
+    names = ("argument", "output", "alias", "temp", "host_argument", "host_output", "host_temp")
+    sizes = {name: int(getattr(analysis, f"{name}_size_in_bytes", 0) or 0) for name in names}
+    return sizes | {"peak": int(getattr(analysis, "peak_memory_in_bytes", 0) or 0)}
+
+
+def _cache_entry(request: Request, lowered: str) -> Path | None:
+    """The directory of this program in the cache: its name is a hash of all that decides what is compiled."""
+    if not request.cache:
+        return None
+    import jax
+    import jaxlib
+
+    versions = [jax.__version__, jaxlib.__version__]
+    for compiler in ("libtpu", "jax_cuda12_plugin"):
+        try:
+            from importlib.metadata import version
+
+            versions.append(version(compiler.replace("_", "-")))
+        except ModuleNotFoundError:
+            versions.append("none")
+    parts = [lowered, repr(request.target), repr(sorted(request.compiler_options.items())), os.environ.get("XLA_FLAGS", ""), *versions]
+    return Path(request.cache) / hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _store(response: Path, entry: Path) -> None:
+    """Puts the compiled program into the cache whole or not at all: several processes may compile the same."""
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    temporary = entry.with_name(f"{entry.name}.{os.getpid()}")
+    temporary.mkdir()
+    for name in ("hlo.txt", "compiled.json"):
+        shutil.copy(response / name, temporary / name)
+    try:
+        temporary.rename(entry)
+    except OSError:  # another process was first
+        shutil.rmtree(temporary)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

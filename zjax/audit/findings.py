@@ -1,0 +1,319 @@
+"""What in a compiled program contradicts the plan, each with the op it comes from, its bytes, and what to do.
+
+XLA's CPU compiler never emits a reduce-scatter and moves float32 where bf16 was asked: on a `cpu` target those two are
+how the backend is, not findings.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zjax.audit.collectives import Collective
+from zjax.audit.hlo import Instruction, Module
+from zjax.audit.schedule import Run, Timeline
+from zjax.audit.targets import Target
+from zjax.estimate.traffic import transfers
+from zjax.mesh import physical_axes, shard_shape, spec_axes
+from zjax.plan import LeafPlan, Placement, Plan
+from zjax.tree import leaf_bytes
+
+SMALL = 4096
+"""Arrays of fewer bytes (norms, counters, losses) are not worth a finding."""
+SMALLEST_SHARD = 32
+"""Elements: a shard of a gathered leaf below this is overhead rather than sharding."""
+LARGEST_UNIT = 0.5
+"""Share of all parameters that one unit may gather at once."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One contradiction."""
+
+    kind: str
+    op: str
+    """The op or leaf it concerns."""
+    bytes: int
+    text: str
+    """What is wrong and what to do."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As in `audit --json`."""
+        return {"kind": self.kind, "op": self.op, "bytes": self.bytes, "text": self.text}
+
+    def __str__(self) -> str:
+        return f"[{self.kind}] {self.text} ({self.op})"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that findings are drawn from."""
+
+    plan: Plan
+    module: Module
+    timeline: Timeline
+    memory: dict[str, int]
+    target: Target
+    marked: frozenset[str]
+
+
+def peak_bytes(memory: dict[str, int]) -> int:
+    """The most a device holds at once: the compiler's own figure, or what arguments, temporaries and new outputs add up to."""
+    return memory["peak"] or memory["argument"] + memory["temp"] + max(0, memory["output"] - memory["alias"])
+
+
+def find(evidence: Evidence) -> list[Finding]:
+    """Every contradiction between the program and the plan, the largest first."""
+    found = [finding for check in _CHECKS for finding in check(evidence)]
+    return sorted(found, key=lambda finding: -finding.bytes)
+
+
+def _does_not_fit(e: Evidence) -> Iterator[Finding]:
+    peak = peak_bytes(e.memory)
+    if peak <= e.target.chip.memory:
+        return
+    largest = ", ".join(f"{_short(x)} {x.shape.bytes / 2**30:.2f} GiB" for x in _largest(e.module))
+    yield Finding(
+        "does-not-fit", "program", int(peak - e.target.chip.memory),
+        f"a device would hold {peak / 2**30:.1f} GiB, but has {e.target.chip.memory / 2**30:.1f}: raise the stage, the devices or the "
+        f"micro-batches, or set remat='full'. Largest buffers: {largest}",
+    )  # fmt: skip
+
+
+def _state_above_plan(e: Evidence) -> Iterator[Finding]:
+    planned = sum(leaf.bytes_on(e.plan.mesh) for leaf in e.plan.leaves)
+    held = e.memory["argument"] + e.memory["host_argument"] - e.memory["batch"]
+    if held > 1.01 * planned + SMALL:
+        yield Finding("state-above-plan", "arguments", held - planned, f"the program takes {held:,} bytes of state, the plan has {planned:,}: is an array passed in that is not in the plan?")
+
+
+def _not_donated(e: Evidence) -> Iterator[Finding]:
+    planned = sum(leaf.bytes_on(e.plan.mesh) for leaf in e.plan.leaves)
+    reused = e.memory["alias"]
+    if reused < 0.99 * planned - SMALL:
+        yield Finding("not-donated", "outputs", planned - reused, f"only {reused:,} of {planned:,} bytes of the state are reused for the new state: donate it (make_train_step does)")
+
+
+def _replicated_without_reason(e: Evidence) -> Iterator[Finding]:
+    for leaf in e.plan.part("params"):
+        assert leaf.optimizer
+        if e.plan.zero.stage and leaf.reason is None and not spec_axes(leaf.optimizer.spec):
+            yield Finding("replicated-without-reason", leaf.path, leaf.bytes_on(e.plan.mesh), "the leaf is replicated, and the plan does not say why")
+
+
+def _outside_units(e: Evidence) -> Iterator[Finding]:
+    if e.plan.zero.stage < 2:
+        return
+    for leaf in e.plan.part("params"):
+        if leaf.zero_axes and leaf.name not in e.marked:
+            yield Finding(
+                "outside-units", leaf.path, leaf_bytes(leaf.shape, leaf.rest.dtype),
+                "no unit gathers this parameter: where and how often it is gathered is left to XLA. Mark the function or module that uses it with zjax.fully_shard",
+            )  # fmt: skip
+
+
+def _unit_sizes(e: Evidence) -> Iterator[Finding]:
+    if e.plan.zero.stage < 3:
+        return
+    leaves = e.plan.part("params")
+    total = sum(math.prod(leaf.shape) for leaf in leaves)
+    sizes: Counter[str] = Counter()
+    for leaf in leaves:
+        sizes[leaf.unit] += math.prod(leaf.shape[int(leaf.stacked) :])
+        shard = math.prod(shard_shape(e.plan.mesh, leaf.rest.spec, leaf.shape)[int(leaf.stacked) :])
+        if spec_axes(leaf.rest.spec) and shard < SMALLEST_SHARD:
+            yield Finding(
+                "unit-too-small", leaf.path, leaf.bytes_on(e.plan.mesh),
+                f"{math.prod(leaf.shape[int(leaf.stacked) :])} elements are split into shards of {shard}: keep the leaf whole with zero.persistence_threshold",
+            )  # fmt: skip
+    for unit, size in sizes.items():
+        if len(leaves) > 1 and size > LARGEST_UNIT * total:
+            yield Finding(
+                "unit-too-large", unit or "root unit", size * e.plan.part("params")[0].rest.dtype.itemsize,
+                f"one unit gathers {size / total:.0%} of all parameters at once: mark smaller units (a block at a time), and stack layers as 'name[*]'",
+            )  # fmt: skip
+
+
+def _full_gradients(e: Evidence) -> Iterator[Finding]:
+    """A loop of the backward that carries a stacked gradient whole."""
+    if e.plan.zero.stage < 2:
+        return
+    whole = {_local(e.plan, leaf, leaf.forward): leaf for leaf in e.plan.part("params") if leaf.stacked and _scattered(leaf)}
+    seen: set[str] = set()
+    for computation in e.module.computations.values():
+        for x in computation.schedule:
+            leaf = whole.get(x.shape.dims) if x.opcode == "dynamic-update-slice" else None
+            if leaf is None or leaf.path in seen or "transpose(" not in x.metadata.get("op_name", ""):
+                continue
+            seen.add(leaf.path)
+            yield Finding(
+                "full-gradient", leaf.path, x.shape.bytes,
+                f"the backward holds this leaf's whole gradient {list(x.shape.dims)}, where stage {e.plan.zero.stage} scatters it layer by layer: "
+                f"mark the block that uses it with zjax.fully_shard, inside the layer loop. From {_short(x)}",
+            )  # fmt: skip
+
+
+def _gradient_all_reduce(e: Evidence) -> Iterator[Finding]:
+    """All-reduces of what should have been scattered, whether only slices of the result are used or not."""
+    sharded = {axis for leaf in e.plan.part("params") if _scattered(leaf) for axis in leaf.zero_axes}
+    gradients = {_key(_local(e.plan, leaf, leaf.forward)[int(leaf.stacked) :]) for leaf in e.plan.part("params") if _scattered(leaf)}
+    gradients |= {_key(_local(e.plan, leaf, leaf.forward)) for leaf in e.plan.part("params") if _scattered(leaf)}
+    for run in _large(e.timeline, "all-reduce"):
+        c = run.collective
+        if c.emulates:
+            if e.target.platform != "cpu":
+                yield Finding(
+                    "emulated-collective", c.op_name or c.name, round(run.wire_bytes),
+                    f"an all-reduce over {'+'.join(c.axes)} stands for {_article(c.emulates)}: twice the wire of one. On a TPU torus lay the shard axis over one mesh axis per torus dim",
+                )  # fmt: skip
+        elif set(c.axes) & sharded and any(_key(shape) in gradients for shape in c.shapes):
+            yield Finding(
+                "all-reduce-for-reduce-scatter", c.op_name or c.name, round(run.wire_bytes),
+                f"whole gradients {_shapes(c)} are all-reduced over {'+'.join(c.axes)}, where stage {e.plan.zero.stage} scatters them: twice the wire, and whole gradients are held. "
+                "Mark the unit with zjax.fully_shard",
+            )  # fmt: skip
+
+
+def _gathered_too_often(e: Evidence) -> Iterator[Finding]:
+    """Parameters gathered more often than the plan says, counted by the shape of their shards."""
+    planned: Counter[tuple[int, ...]] = Counter()
+    leaves: dict[tuple[int, ...], LeafPlan] = {}
+    for transfer in transfers(e.plan):
+        if transfer.kind != "all_gather":
+            continue
+        leaf = e.plan.params[transfer.leaf.removeprefix("params/")]
+        layers = leaf.shape[0] if leaf.stacked and spec_axes(leaf.rest.spec) else 1
+        key = _shard_key(e.plan, leaf, per_layer=bool(spec_axes(leaf.rest.spec)))
+        planned[key] += transfer.times * layers
+        leaves[key] = leaf
+    compiled: Counter[tuple[int, ...]] = Counter()
+    sent: Counter[tuple[int, ...]] = Counter()
+    for run in _of_kind(e.timeline, "all-gather"):
+        for shape in run.collective.shapes:
+            compiled[_key(shape)] += run.times
+            sent[_key(shape)] += round(run.wire_bytes / len(run.collective.shapes))
+    for key, times in planned.items():
+        # A gather may be split or repeated once at a loop's edge (a peeled or prefetched layer); more is a fault.
+        slack = max(2, times // 16)
+        if compiled[key] > times + slack and sent[key] > SMALL:
+            yield Finding("gathered-too-often", leaves[key].path, sent[key], f"shards {list(key)} are gathered {compiled[key]} times a step, the plan says {times}")
+
+
+def _activations_gathered(e: Evidence) -> Iterator[Finding]:
+    params = set()
+    for leaf in e.plan.part("params"):
+        params |= {_shard_key(e.plan, leaf, per_layer=per_layer) for per_layer in (True, False)}
+    for run in _large(e.timeline, "all-gather"):
+        c = run.collective
+        if not set(c.axes) & set(physical_axes(e.plan.mesh, "replica", "fsdp", "expert")):
+            continue
+        strange = [shape for shape in c.shapes if _key(shape) not in params]
+        if not strange:
+            continue
+        if all(dtype.startswith(("s", "u")) for dtype in c.dtypes):
+            kind, what = "token-ids-gathered", "token ids"
+        else:
+            kind, what = "activations-gathered", "activations"
+        yield Finding(
+            kind, c.op_name or c.name, round(run.wire_bytes),
+            f"an all-gather over {'+'.join(c.axes)} of {_shapes(c)}, which is no parameter's shard: {what} are gathered. Keep rows on the data axes: "
+            "mark the unit with zjax.fully_shard, or constrain its input to plan.residual_spec",
+        )  # fmt: skip
+
+
+def _wrong_axis(e: Evidence) -> Iterator[Finding]:
+    """Gathers and scatters over axes that no leaf of the plan is sharded over, such as `replica`."""
+    used = {axis for leaf in e.plan.part("params") for axis in (*leaf.zero_axes, *spec_axes(leaf.rest.spec))}
+    for run in _large(e.timeline, "all-gather", "reduce-scatter"):
+        strange = [axis for axis in run.collective.axes if axis not in used]
+        if strange:
+            c = run.collective
+            yield Finding("wrong-axis", c.op_name or c.name, round(run.wire_bytes), f"{_article(c.kind)} of {_shapes(c)} runs over {'+'.join(strange)}, over which the plan shards nothing")
+
+
+def _wide_on_the_wire(e: Evidence) -> Iterator[Finding]:
+    if e.plan.precision.compute != "bfloat16" or e.target.platform == "cpu":
+        return
+    for run in _large(e.timeline, "all-gather", "reduce-scatter", "all-reduce"):
+        c = run.collective
+        if "f32" in c.dtypes:
+            yield Finding(
+                "float32-on-the-wire", c.op_name or c.name, round(run.wire_bytes),
+                f"{_article(c.kind)} of {_shapes(c)} moves float32, where precision.compute is bfloat16: cast before the gather, or return gradients in the parameter's dtype",
+            )  # fmt: skip
+
+
+_CHECKS = (
+    _does_not_fit,
+    _state_above_plan,
+    _not_donated,
+    _replicated_without_reason,
+    _outside_units,
+    _unit_sizes,
+    _full_gradients,
+    _gradient_all_reduce,
+    _gathered_too_often,
+    _activations_gathered,
+    _wrong_axis,
+    _wide_on_the_wire,
+)
+
+
+def _of_kind(timeline: Timeline, *kinds: str) -> Iterator[Run]:
+    return (run for run in timeline.runs if run.collective.kind in kinds)
+
+
+def _large(timeline: Timeline, *kinds: str) -> Iterator[Run]:
+    return (run for run in _of_kind(timeline, *kinds) if run.collective.full_bytes >= SMALL)
+
+
+def _scattered(leaf: LeafPlan) -> bool:
+    assert leaf.accumulator and leaf.forward
+    return bool(set(spec_axes(leaf.accumulator.spec)) - set(spec_axes(leaf.forward.spec)))
+
+
+def _local(plan: Plan, leaf: LeafPlan, placed: Placement | None) -> tuple[int, ...]:
+    assert placed
+    return shard_shape(plan.mesh, placed.spec, leaf.shape)
+
+
+def _key(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape up to what layouts change: order of dims, and dims of 1."""
+    return tuple(sorted(dim for dim in shape if dim != 1))
+
+
+def _shard_key(plan: Plan, leaf: LeafPlan, *, per_layer: bool) -> tuple[int, ...]:
+    """The key of the piece of a parameter that a device gathers from."""
+    assert leaf.optimizer
+    placed = leaf.rest if spec_axes(leaf.rest.spec) else leaf.optimizer
+    return _key(_local(plan, leaf, placed)[int(leaf.stacked and per_layer) :])
+
+
+def _largest(module: Module, count: int = 5) -> list[Instruction]:
+    """The largest arrays that scheduled instructions make."""
+    fused = {name for c in module.computations.values() for x in c.schedule if x.opcode == "fusion" for _, name in x.called}
+    made = [
+        x
+        for computation in module.computations.values()
+        if computation.name not in fused
+        for x in computation.schedule
+        if x.shape.elements is None and x.opcode not in ("parameter", "get-tuple-element", "bitcast")
+    ]
+    return sorted(made, key=lambda x: -x.shape.bytes)[:count]
+
+
+def _short(x: Instruction) -> str:
+    return re.sub(r"jit\(\w+\)/", "", x.metadata.get("op_name", "")) or x.name
+
+
+def _shapes(c: Collective) -> str:
+    shown = ", ".join(f"{'/'.join(c.dtypes)}{list(shape)}" for shape in c.shapes[:3])
+    return shown + (f" and {len(c.shapes) - 3} more" if len(c.shapes) > 3 else "")
+
+
+def _article(kind: str) -> str:
+    return f"{'an' if kind[0] == 'a' else 'a'} {kind}"

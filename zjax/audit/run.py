@@ -1,0 +1,82 @@
+"""One audit, from a train step or its recipe to the report."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zjax.audit.child import Request
+from zjax.audit.compile import compile_for_target
+from zjax.audit.findings import Evidence, find
+from zjax.audit.hlo import parse
+from zjax.audit.report import Audit
+from zjax.audit.schedule import follow
+from zjax.audit.targets import parse_target
+from zjax.config import MeshConfig
+from zjax.mesh import AXES, abstract_mesh, degree, physical_axes, resolve_degrees
+from zjax.plan import Recipe
+from zjax.step import LossFn, TrainStep, check_batch
+from zjax.tree import PyTree
+
+
+def audit(step: TrainStep, batch: PyTree, *, target: str, mesh: MeshConfig | None = None, keep_hlo: str | Path | None = None) -> Audit:
+    """Audits a train step as it compiles for a target, in a process of its own; nothing runs on the caller's devices.
+
+    Args:
+      step: from `make_train_step`, on whatever devices are here; its recipe is rebuilt for the target.
+      batch: the global batch of the target: arrays or `jax.ShapeDtypeStruct`s.
+      target: `cpu:8`, `gpu:h100:1x8` (hosts x GPUs a host), `tpu:v5p:4x4x4`.
+      mesh: degrees on the target; by default the step's own, `fsdp` taking as many devices as are left.
+      keep_hlo: a directory to save the compiled program's text in.
+
+    Raises:
+      ConfigError: an unknown target, a compiler that is not installed, degrees that do not fit the target.
+      ValueError: a batch that does not divide on the target.
+      AuditError: a step that cannot be pickled or compiled.
+    """
+    if mesh is None:
+        here = step.plan.mesh
+        degrees = {axis: degree(here, physical_axes(here, axis)) for axis in AXES}
+        mesh = MeshConfig(**(degrees | {"fsdp": -1}))
+    return audit_recipe(step.plan.recipe, step.loss_fn, batch, target=target, mesh=mesh, clip=step.clip, keep_hlo=keep_hlo)
+
+
+def audit_recipe(
+    recipe: Recipe,
+    loss_fn: LossFn,
+    batch: PyTree,
+    *,
+    target: str,
+    mesh: MeshConfig,
+    clip: float | None = None,
+    compiler_options: dict[str, str] | None = None,
+    keep_hlo: str | Path | None = None,
+) -> Audit:
+    """`audit` without a step: from the recipe of a plan. The same arguments and errors otherwise."""
+    goal = parse_target(target)
+    resolve_degrees(mesh, goal.devices)
+    plan = recipe.build(abstract_mesh(mesh, goal.devices))
+    check_batch(plan, batch)
+    shapes = jax.tree.map(lambda x: (tuple(x.shape), jnp.dtype(x.dtype).name), batch)
+    request = Request(target=goal, mesh=mesh, recipe=recipe, loss_fn=loss_fn, clip=clip, batch=shapes, compiler_options=compiler_options or {})
+    compiled = compile_for_target(request)
+    if keep_hlo is not None:
+        folder = Path(keep_hlo)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{goal.text.replace(':', '-')}.stage{recipe.zero.stage}.hlo.txt").write_text(compiled.hlo)
+    module = parse(compiled.hlo)
+    timeline = follow(module, compiled.place, goal.chip)
+    share = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(batch)) // plan.data_degree
+    memory = compiled.memory | {"batch": share}
+    findings = find(Evidence(plan, module, timeline, memory, goal, compiled.marked))
+    return Audit(goal, plan, memory, timeline, tuple(findings), compiled.compile_seconds, _tokens(batch))
+
+
+def _tokens(batch: PyTree) -> int | None:
+    """Tokens of the batch: the largest leaf of integers, if there is one."""
+    sizes = [math.prod(x.shape) for x in jax.tree.leaves(batch) if jnp.issubdtype(x.dtype, jnp.integer) and len(x.shape) > 1]
+    return max(sizes, default=None)
