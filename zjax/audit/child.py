@@ -1,7 +1,7 @@
 """The process that compiles: `python -m zjax.audit.child REQUEST RESPONSE`, with an environment of its own.
 
-It rebuilds mesh, plan and step for the target from the request's recipe, lowers, looks whether the same program was
-compiled before, and writes the compiled program's text and memory figures.
+It makes the target's mesh, lets the request lower its program on it, looks whether the same program was compiled before,
+and writes the compiled program's text and memory figures.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,17 @@ from zjax.audit.targets import Target, open_devices, place_of
 from zjax.config import MeshConfig
 
 
+Lower = Callable[[Any], tuple[Any, frozenset[str]]]
+"""Takes the target's mesh; returns the lowered program and the names of the parameters that unit marks gather in it."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What to compile, and for what."""
 
     target: Target
     mesh: MeshConfig
-    recipe: Any
-    """A `zjax.plan.Recipe`."""
-    loss_fn: Any
-    clip: float | None
-    batch: Any
-    """Pytree of (shape, dtype name) pairs."""
+    lower: Lower
     compiler_options: dict[str, str] = field(default_factory=dict)
     cache: str = ""
     """Directory of compiled programs; empty for none."""
@@ -55,18 +55,10 @@ def compile_request(request: Request, response: Path) -> dict[str, Any]:
     """Compiles, or finds in the cache; returns memory figures and places, and writes the text."""
     devices = open_devices(request.target)
 
-    import jax
-
     from zjax.mesh import make_mesh
-    from zjax.step import make_train_step
-    from zjax.units import record_marked
 
     mesh = make_mesh(request.mesh, devices)
-    plan = request.recipe.build(mesh)
-    step = make_train_step(plan, request.loss_fn, clip=request.clip)
-    batch = jax.tree.map(lambda pair: jax.ShapeDtypeStruct(*pair), request.batch, is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], tuple))
-    with record_marked() as marked:
-        lowered = step.lower(batch)
+    lowered, marked = request.lower(mesh)
     place = place_of(request.target, mesh.shape, mesh.devices.ravel().tolist())
     answer: dict[str, Any] = {"mesh": dict(mesh.shape), "hosts": place.hosts, "coords": place.coords, "marked": sorted(marked)}
 

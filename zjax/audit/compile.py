@@ -85,18 +85,21 @@ def _pickled(request: Request) -> bytes:
     try:
         return cloudpickle.dumps(request)
     except Exception as error:
-        raise AuditError(f"the step cannot be sent to the process that compiles: {_culprit(request)} ({error}). Make it inside the function that uses it, or pass it as part of the batch") from error
+        raise AuditError(f"the step cannot be sent to the process that compiles: {_culprit(request.lower)} ({error}). Make it inside the function that uses it, or pass it as part of the batch") from error
 
 
-def _culprit(request: Request) -> str:
+def _culprit(lower: Any) -> str:
     """Names the part of the step, and the variable it closes over, that cannot be pickled."""
-    recipe = request.recipe
-    parts: dict[str, Any] = {"loss_fn": request.loss_fn, "init_fn": recipe.init_fn, "tx": recipe.tx, "shard_placement": recipe.shard_placement}
-    parts |= {f"rules[{index}]": rule for index, rule in enumerate(recipe.rules)}
+    parts: dict[str, Any] = {}
+    for value in (*getattr(lower, "args", ()), *getattr(lower, "keywords", {}).values()):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            parts |= {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        else:
+            parts[getattr(value, "__name__", type(value).__name__)] = value
     for name, value in parts.items():
         if not _can_pickle(value):
             return _closed_over(name, value)
-    return "the batch's structure"
+    return _closed_over("it", lower)
 
 
 def _closed_over(name: str, value: Any) -> str:

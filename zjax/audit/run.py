@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from zjax.audit.child import Request
+from zjax.audit.child import Lower, Request
 from zjax.audit.compile import compile_for_target
 from zjax.audit.findings import Evidence, find
 from zjax.audit.hlo import parse
@@ -18,9 +20,10 @@ from zjax.audit.schedule import follow
 from zjax.audit.targets import parse_target
 from zjax.config import MeshConfig
 from zjax.mesh import AXES, abstract_mesh, degree, physical_axes, resolve_degrees
-from zjax.plan import Recipe
-from zjax.step import LossFn, TrainStep, check_batch
+from zjax.plan import Plan, Recipe
+from zjax.step import LossFn, TrainStep, check_batch, make_train_step
 from zjax.tree import PyTree
+from zjax.units import record_marked
 
 
 def audit(step: TrainStep, batch: PyTree, *, target: str, mesh: MeshConfig | None = None, keep_hlo: str | Path | None = None) -> Audit:
@@ -61,13 +64,41 @@ def audit_recipe(
     resolve_degrees(mesh, goal.devices)
     plan = recipe.build(abstract_mesh(mesh, goal.devices))
     check_batch(plan, batch)
-    shapes = jax.tree.map(lambda x: (tuple(x.shape), jnp.dtype(x.dtype).name), batch)
-    request = Request(target=goal, mesh=mesh, recipe=recipe, loss_fn=loss_fn, clip=clip, batch=shapes, compiler_options=compiler_options or {})
-    compiled = compile_for_target(request)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    lower = functools.partial(_lower_step, recipe, loss_fn, clip=clip, batch=shapes)
+    return audit_program(lower, plan, shapes, target=target, mesh=mesh, compiler_options=compiler_options, keep_hlo=keep_hlo)
+
+
+def _lower_step(recipe: Recipe, loss_fn: LossFn, mesh: Mesh, *, clip: float | None, batch: PyTree) -> tuple[jax.stages.Lowered, frozenset[str]]:
+    with record_marked() as marked:
+        lowered = make_train_step(recipe.build(mesh), loss_fn, clip=clip).lower(batch)
+    return lowered, frozenset(marked)
+
+
+def audit_program(
+    lower: Lower,
+    plan: Plan,
+    batch: PyTree,
+    *,
+    target: str,
+    mesh: MeshConfig,
+    compiler_options: dict[str, str] | None = None,
+    keep_hlo: str | Path | None = None,
+) -> Audit:
+    """Audits any program that does the work of a plan's step, a plain `jax.jit` step for instance.
+
+    Args:
+      lower: `lower(mesh) -> (lowered, marked)`: the lowered program and the names of the parameters that unit marks
+        gather in it (none for a program without marks). It runs in another process, so it must be picklable.
+      plan: what the program is held against; its mesh may be abstract.
+      batch: the global batch, arrays or `jax.ShapeDtypeStruct`s.
+    """
+    goal = parse_target(target)
+    compiled = compile_for_target(Request(goal, mesh, lower, compiler_options or {}))
     if keep_hlo is not None:
         folder = Path(keep_hlo)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{goal.text.replace(':', '-')}.stage{recipe.zero.stage}.hlo.txt").write_text(compiled.hlo)
+        (folder / f"{goal.text.replace(':', '-')}.{hashlib.sha256(compiled.hlo.encode()).hexdigest()[:12]}.hlo.txt").write_text(compiled.hlo)
     module = parse(compiled.hlo)
     timeline = follow(module, compiled.place, goal.chip)
     share = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(batch)) // plan.data_degree

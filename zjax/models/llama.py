@@ -7,6 +7,7 @@ H head width. Weights are [in, out] and applied as x @ w. The model makes no sha
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,14 +178,18 @@ class LlamaFunctions:
         """Initial parameters in float32: matrices normal with deviation 0.02 (0.02 / sqrt(2 L) into the stream), norms 1."""
         return nnx.to_pure_dict(nnx.state(Llama(self.config, rngs=nnx.Rngs(params=key)), nnx.Param))
 
+    def functions(self) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array], Callable[..., jax.Array]]:
+        """Embedding, block and head, unmarked, as functions of their parameters: see the modules' `__call__`."""
+        abstract = nnx.eval_shape(lambda: Llama(self.config, rngs=nnx.Rngs(0)))
+        embed, block, head = (_function_of(module) for module in (abstract.embed, abstract.layers, abstract.head))
+        return embed, block, head
+
     def logits(self, params: dict[str, Any], tokens_BT: jax.Array) -> jax.Array:
         """Next-token logits, [B, T, V] in the compute dtype; ValueError for sequences beyond the rotary table."""
         length = tokens_BT.shape[1]
         if length > self.config.max_sequence:
             raise ValueError(f"sequence of {length} tokens is longer than the rotary table: model.max_sequence={self.config.max_sequence}")
-        abstract = nnx.eval_shape(lambda: Llama(self.config, rngs=nnx.Rngs(0)))
-        embed, block, head = (_function_of(module) for module in (abstract.embed, abstract.layers, abstract.head))
-
+        embed, block, head = self.functions()
         x_BTD = fully_shard(embed, at="embed")(params["embed"], tokens_BT)
         rotary = rotary_table(self.config, length)
         layer = fully_shard(block, at="layers", remat=self.remat)
