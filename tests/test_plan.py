@@ -637,7 +637,7 @@ def test_the_diff_names_leaves_shapes_and_bytes_that_differ():
         "params/c: only in the second plan",
         "params/b: shape (16,) -> (32,)",
     }
-    assert plan_of({"w": (64,)}).diff(plan_of({"w": (64,)}, on=abstract(replica=2))) == "params/w: bytes a device 32 -> 64"
+    assert "params/w: bytes a device 32 -> 64" in plan_of({"w": (64,)}).diff(plan_of({"w": (64,)}, on=abstract(replica=2))).splitlines()
 
 
 def test_the_diff_tells_of_gradients_that_take_other_bytes_on_another_mesh():
