@@ -1,11 +1,14 @@
 """What the tests of whole runs share: a tiny config, a corpus, a look at a folder, and `zjax` in a process of its own."""
 
+import contextlib
 import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 from rich.console import Console
 
@@ -71,8 +74,6 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
 
 def leaves(state) -> dict[str, np.ndarray]:
     """The leaves of a train state on the host; PRNG keys as their words."""
-    import jax
-
     data = lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
     return {path: np.asarray(data(x)) for path, x in named_leaves(state)}
 
@@ -85,10 +86,37 @@ def assert_same_state(state, other) -> None:
     assert not different
 
 
+def shared_folder(tmp_path_factory, name: str) -> Path:
+    """A folder of this test session that all its workers see."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+
+
+@contextlib.contextmanager
+def compiled_fast(cache: Path) -> Iterator[Path]:
+    """Programs compile in half the time (without LLVM's optimizations; the partitioned program is the same) and only once."""
+    values = compiling_fast(cache)
+    before = {name: jax.config.values[name.lower()] for name in values}
+    for name, value in values.items():
+        jax.config.update(name.lower(), value)
+    yield cache
+    for name, value in before.items():
+        jax.config.update(name.lower(), value)
+
+
+def compiling_fast(cache: Path) -> dict[str, object]:
+    """The environment variables, and in lower case the options of jax, of `compiled_fast`."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0.0,
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": True,
+    }
+
+
 def environment(cache: Path | None = None, **variables: str) -> dict[str, str]:
-    """Of a child process: on the CPU, with its compiled programs in `cache` for the next one."""
-    cached = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"} if cache else {}
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "120", **cached, **variables}
+    """Of a child process: on the CPU, and with a `cache`, compiling fast, as `compiled_fast` does."""
+    compiling = {name: str(value) for name, value in compiling_fast(cache).items()} if cache else {}
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "120", **compiling, **variables}
 
 
 def zjax(

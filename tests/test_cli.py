@@ -10,7 +10,7 @@ import time
 
 import jax
 import pytest
-from small import REPO, environment, run_quietly, small_config, small_overrides, snapshot, write_corpus, zjax
+from small import REPO, compiled_fast, environment, run_quietly, shared_folder, small_config, small_overrides, snapshot, write_corpus, zjax
 
 from zjax.checkpoint import Checkpointer
 from zjax.cli import main
@@ -30,6 +30,12 @@ def planned(capsys, *arguments):
 
 def config(name):
     return f"--config={REPO / 'configs' / name}.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with compiled_fast(shared_folder(tmp_path_factory, "compiled")) as folder:
+        yield folder
 
 
 # --- plan ---------------------------------------------------------------------------------------------------------------
@@ -334,7 +340,7 @@ def test_a_checkpoint_of_another_program_is_refused(workdir, folder, capsys):
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl"])
-def test_a_workdir_that_cannot_hold_the_run_is_refused_before_training(folder, name):
+def test_a_workdir_that_cannot_hold_the_run_is_refused_before_training(folder, cache, name):
     """`checkpoints` is a file, `metrics.jsonl` a folder: known before the first step, not after the last."""
     (folder / "run").mkdir()
     if name == "checkpoints":
@@ -342,7 +348,9 @@ def test_a_workdir_that_cannot_hold_the_run_is_refused_before_training(folder, n
     else:
         (folder / "run" / name).mkdir()
     before = snapshot(folder)
-    done = zjax("train", "--config=good.py", "--workdir=run", *small_overrides("corpus.txt"), "--devices=2", cwd=folder, timeout=60)
+    done = zjax(
+        "train", "--config=good.py", "--workdir=run", *small_overrides("corpus.txt"), "--devices=2", cwd=folder, cache=cache, timeout=60
+    )
     assert_one_error(done.returncode, done.stdout, done.stderr, name)
     assert snapshot(folder) == before
 
@@ -393,10 +401,10 @@ def test_sampled_text_cannot_drive_the_terminal(folder, capsys):
     assert not [character for character in sample if character not in "\n\t" and not character.isprintable()]
 
 
-def test_a_terminal_without_unicode_gets_the_whole_output(folder):
+def test_a_terminal_without_unicode_gets_the_whole_output(folder, cache):
     """The sample holds what the terminal's encoding lacks; a run that did its work must not fail at its last line."""
     (folder / "unicode.txt").write_text("日本語 héllo 🎉 " * 40)
     options = small_overrides("unicode.txt", steps=1, sample_tokens=8)
-    done = zjax("train", "--config=good.py", "--workdir=run", *options, "--devices=1", cwd=folder, PYTHONIOENCODING="ascii")
+    done = zjax("train", "--config=good.py", "--workdir=run", *options, "--devices=1", cwd=folder, cache=cache, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert "sampled text:" in done.stdout
