@@ -88,10 +88,15 @@ def main() -> None:
             precision=PrecisionConfig(compute="bfloat16"), units=llama.UNITS,
         )  # fmt: skip
         shape = (arguments.batch or devices, arguments.sequence)
-        batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in (("inputs", jnp.int32), ("targets", jnp.int32), ("mask", jnp.float32))}
+        batch = {
+            name: jax.ShapeDtypeStruct(shape, dtype)
+            for name, dtype in (("inputs", jnp.int32), ("targets", jnp.int32), ("mask", jnp.float32))
+        }
         audits = {
             "zjax": audit_recipe(plan.recipe, model.loss, batch, target=target, mesh=mesh, clip=1.0),
-            "plain jit": audit_program(functools.partial(lower_plain, plan.recipe, config, 1.0, batch), plan, batch, target=target, mesh=mesh),
+            "plain jit": audit_program(
+                functools.partial(lower_plain, plan.recipe, config, 1.0, batch), plan, batch, target=target, mesh=mesh
+            ),
         }
         for name, audit in audits.items():
             print(json.dumps({"step": name, **audit.to_json()}) if arguments.json else f"== {name}\n{audit}\n")

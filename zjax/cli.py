@@ -54,19 +54,34 @@ def _parser() -> argparse.ArgumentParser:
     made = {}
     for name, (run, short, long) in about.items():
         command = made[name] = commands.add_parser(name, help=short, description=long)
-        command.add_argument("--config", required=True, metavar="FILE", help="a Python file with get_config(); set any field with --config.a.b=VALUE")
+        command.add_argument(
+            "--config", required=True, metavar="FILE", help="a Python file with get_config(); set any field with --config.a.b=VALUE"
+        )
         command.epilog = "Override any field of the config with --config.a.b=VALUE, for instance --config.zero.stage=2."
         command.set_defaults(run=run)
         if name != "train":
             command.add_argument("--json", action="store_true", help="print JSON instead of text")
     for name in ("train", "plan"):
-        made[name].add_argument("--devices", type=int, metavar="N", help=f"devices to use; without an accelerator they are simulated on the CPU (default {SIMULATED_DEVICES})")
+        made[name].add_argument(
+            "--devices",
+            type=int,
+            metavar="N",
+            help=f"devices to use; without an accelerator they are simulated on the CPU (default {SIMULATED_DEVICES})",
+        )
     made["train"].add_argument("--workdir", metavar="DIR", help="where metrics and checkpoints go (default runs/NAME, after the config)")
     targets = "cpu:8, gpu:h100:1x8 (hosts x GPUs a host) or tpu:v5p:4x4x4"
     made["audit"].add_argument("--target", required=True, metavar="T", help=targets)
     made["audit"].add_argument("--strict", action="store_true", help="exit with status 1 if there is any finding")
-    made["compare"].add_argument("--target", action="append", default=[], metavar="T", help=f"audit every config on this target too; repeatable: {targets}")
-    made["compare"].add_argument("--vary", action="append", default=[], metavar="FIELD=A,B", help="a field and its values, for instance zero.stage=0,1,2,3; repeatable")
+    made["compare"].add_argument(
+        "--target", action="append", default=[], metavar="T", help=f"audit every config on this target too; repeatable: {targets}"
+    )
+    made["compare"].add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="FIELD=A,B",
+        help="a field and its values, for instance zero.stage=0,1,2,3; repeatable",
+    )
     made["compare"].add_argument("--out", metavar="DIR", help="write compare.csv, compare.json and report.html there")
     for name in ("audit", "compare"):
         made[name].add_argument("--keep-hlo", metavar="DIR", help="save the compiled programs' text there")

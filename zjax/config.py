@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-
 T = typing.TypeVar("T")
 
 
@@ -54,9 +53,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.preset == "abstract":
-            _require(self.parameters is not None and self.parameters > 0, "model.parameters", self.parameters, "the abstract preset needs a positive number of parameters")
+            _require(
+                self.parameters is not None and self.parameters > 0,
+                "model.parameters",
+                self.parameters,
+                "the abstract preset needs a positive number of parameters",
+            )
         else:
-            _require(self.parameters is None, "model.parameters", self.parameters, "only model.preset='abstract' takes a number of parameters")
+            _require(
+                self.parameters is None, "model.parameters", self.parameters, "only model.preset='abstract' takes a number of parameters"
+            )
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "max_sequence"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"model.{name}", value, "must be positive")
@@ -114,11 +120,31 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         _require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "must be 0, 1, 2 or 3")
-        _require(isinstance(self.reshard_after_forward, bool), "zero.reshard_after_forward", self.reshard_after_forward, "a secondary shard group (ZeRO++ hpZ) is not available; use True or False")
-        _require(self.reshard_after_forward or self.stage == 3, "zero.reshard_after_forward", False, f"only stage 3 gathers parameters; with zero.stage={self.stage} leave it True")
+        _require(
+            isinstance(self.reshard_after_forward, bool),
+            "zero.reshard_after_forward",
+            self.reshard_after_forward,
+            "a secondary shard group (ZeRO++ hpZ) is not available; use True or False",
+        )
+        _require(
+            self.reshard_after_forward is True or self.stage == 3,
+            "zero.reshard_after_forward",
+            False,
+            f"only stage 3 gathers parameters; with zero.stage={self.stage} leave it True",
+        )
         _require(self.persistence_threshold >= 0, "zero.persistence_threshold", self.persistence_threshold, "must be 0 or more elements")
-        _require(not self.persistence_threshold or self.stage == 3, "zero.persistence_threshold", self.persistence_threshold, f"only stage 3 shards parameters; with zero.stage={self.stage} leave it 0")
-        _require(self.engine != "explicit", "zero.engine", self.engine, "the explicit engine (shard_map) is not available; use 'partitioner' or 'auto'")
+        _require(
+            not self.persistence_threshold or self.stage == 3,
+            "zero.persistence_threshold",
+            self.persistence_threshold,
+            f"only stage 3 shards parameters; with zero.stage={self.stage} leave it 0",
+        )
+        _require(
+            self.engine != "explicit",
+            "zero.engine",
+            self.engine,
+            "the explicit engine (shard_map) is not available; use 'partitioner' or 'auto'",
+        )
         _require(self.engine in ("auto", "partitioner"), "zero.engine", self.engine, "must be 'auto' or 'partitioner'")
 
 
@@ -130,7 +156,12 @@ class PrecisionConfig:
     """`bfloat16`: parameters and activations in bf16, fp32 master weights in the optimizer state; `float32`: no master."""
 
     def __post_init__(self) -> None:
-        _require(self.compute != "float16", "precision.compute", self.compute, "float16 needs loss scaling, which is not available; use 'bfloat16'")
+        _require(
+            self.compute != "float16",
+            "precision.compute",
+            self.compute,
+            "float16 needs loss scaling, which is not available; use 'bfloat16'",
+        )
         _require(self.compute in ("bfloat16", "float32"), "precision.compute", self.compute, "must be 'bfloat16' or 'float32'")
 
 
@@ -170,13 +201,28 @@ class OptimizerConfig:
     """Momentum of sgd."""
 
     def __post_init__(self) -> None:
-        _require(self.name in OPTIMIZER_KNOBS, "optimizer.name", self.name, f"{_nearest(self.name, OPTIMIZER_KNOBS)}known: {', '.join(OPTIMIZER_KNOBS)}")
+        _require(
+            self.name in OPTIMIZER_KNOBS,
+            "optimizer.name",
+            self.name,
+            f"{_nearest(self.name, OPTIMIZER_KNOBS)}known: {', '.join(OPTIMIZER_KNOBS)}",
+        )
         _require(self.learning_rate >= 0, "optimizer.learning_rate", self.learning_rate, "must not be negative")
-        _require(self.schedule in ("constant", "linear", "cosine"), "optimizer.schedule", self.schedule, "must be 'constant', 'linear' or 'cosine'")
+        _require(
+            self.schedule in ("constant", "linear", "cosine"),
+            "optimizer.schedule",
+            self.schedule,
+            "must be 'constant', 'linear' or 'cosine'",
+        )
         _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "must be 0 or more steps")
         _require(0 <= self.min_ratio <= 1, "optimizer.min_ratio", self.min_ratio, "must lie in [0, 1]")
         for knob in ("b1", "b2", "eps", "weight_decay", "momentum"):
-            _require(getattr(self, knob) is None or knob in OPTIMIZER_KNOBS[self.name], f"optimizer.{knob}", getattr(self, knob), f"{self.name} does not take it; it takes {', '.join(OPTIMIZER_KNOBS[self.name])}")
+            _require(
+                getattr(self, knob) is None or knob in OPTIMIZER_KNOBS[self.name],
+                f"optimizer.{knob}",
+                getattr(self, knob),
+                f"{self.name} does not take it; it takes {', '.join(OPTIMIZER_KNOBS[self.name])}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +237,12 @@ class AccumulationConfig:
 
     def __post_init__(self) -> None:
         _require(self.micro_batches > 0, "accumulation.micro_batches", self.micro_batches, "must be positive")
-        _require(self.mode != "local", "accumulation.mode", self.mode, "accumulating without communication needs the explicit engine, which is not available; use 'sharded'")
+        _require(
+            self.mode != "local",
+            "accumulation.mode",
+            self.mode,
+            "accumulating without communication needs the explicit engine, which is not available; use 'sharded'",
+        )
         _require(self.mode == "sharded", "accumulation.mode", self.mode, "must be 'sharded'")
 
 
@@ -259,7 +310,12 @@ class TrainConfig:
         _require(self.clip is None or self.clip > 0, "clip", self.clip, "must be positive, or None not to clip")
         _require(self.remat in ("none", "full", "dots"), "remat", self.remat, "must be 'none', 'full' or 'dots'")
         _require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "must be 0 or more")
-        _require(self.optimizer.warmup_steps <= self.steps, "optimizer.warmup_steps", self.optimizer.warmup_steps, f"the run has only steps={self.steps}")
+        _require(
+            self.optimizer.warmup_steps <= self.steps,
+            "optimizer.warmup_steps",
+            self.optimizer.warmup_steps,
+            f"the run has only steps={self.steps}",
+        )
         _require(
             self.data.global_batch % self.accumulation.micro_batches == 0,
             "data.global_batch", self.data.global_batch,
@@ -277,7 +333,9 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     for key, value in values.items():
         name = f"{path}{key}"
         if key not in hints:
-            raise ConfigError(f"unknown config key {name!r}: {_nearest(key, hints, path)}known: {', '.join(path + known for known in hints)}")
+            raise ConfigError(
+                f"unknown config key {name!r}: {_nearest(key, hints, path)}known: {', '.join(path + known for known in hints)}"
+            )
         built[key] = _typed(hints[key], value, name)
     return cls(**built)
 

@@ -38,7 +38,9 @@ def resolve_degrees(config: MeshConfig, n_devices: int) -> dict[str, int]:
     shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
     if -1 in degrees.values():
         if n_devices % known:
-            raise ConfigError(f"mesh: {shown} on {n_devices} devices: {n_devices} % {known} = {n_devices % known}, so -1 cannot be inferred")
+            raise ConfigError(
+                f"mesh: {shown} on {n_devices} devices: {n_devices} % {known} = {n_devices % known}, so -1 cannot be inferred"
+            )
         return {name: n_devices // known if degree == -1 else degree for name, degree in degrees.items()}
     if known != n_devices:
         raise ConfigError(f"mesh: {shown} = {known}, but there are {n_devices} devices; set one axis to -1, or the device count to {known}")
@@ -110,6 +112,4 @@ def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
 
 def shard_shape(mesh: AnyMesh, spec: PartitionSpec, shape: Sequence[int]) -> tuple[int, ...]:
     """Shape of the piece one device holds; every sharded dim divides (plans guarantee it)."""
-    return tuple(
-        size // degree(mesh, spec_axes(PartitionSpec(spec[dim]))) if dim < len(spec) else size for dim, size in enumerate(shape)
-    )
+    return tuple(size // degree(mesh, spec_axes(PartitionSpec(spec[dim]))) if dim < len(spec) else size for dim, size in enumerate(shape))

@@ -211,7 +211,9 @@ def build_plan(
     inner_shapes = jax.eval_shape(tx.init, optimized)
     _reject_double_accumulation(inner_shapes, accumulation)
     inner = _plan_optimizer(tx, inner_shapes, jax.tree.unflatten(treedef, params), zero, mesh)
-    counters = {path: LeafPlan(path=path, part="counter", shape=(), rest=Placement(P(), dtype), reason="scalar") for path, dtype in COUNTERS}
+    counters = {
+        path: LeafPlan(path=path, part="counter", shape=(), rest=Placement(P(), dtype), reason="scalar") for path, dtype in COUNTERS
+    }
     axes = data_axes(mesh)
     return Plan(
         mesh=mesh,
@@ -261,7 +263,9 @@ def _plan_param(
     for rule in chain:
         spec = rule(spec, name, shape, mesh)
     if stacked and len(spec) and spec[0] is not None:
-        raise ValueError(f"params/{name}: a rule shards dim 0 of shape {shape}, which counts the layers of unit {unit!r}; shard another dim")
+        raise ValueError(
+            f"params/{name}: a rule shards dim 0 of shape {shape}, which counts the layers of unit {unit!r}; shard another dim"
+        )
     axes = zero_axes(mesh)
     whole = _without(spec, axes)
     ignored = any(matches(pattern, name) for pattern in zero.ignored)
@@ -343,9 +347,7 @@ def _plan_optimizer(tx: Any, shapes: PyTree, params: PyTree, zero: ZeroConfig, m
     )
     flat_owners = jax.tree.leaves(owners, is_leaf=lambda x: isinstance(x, LeafPlan))
     flat = jax.tree_util.tree_flatten_with_path(shapes)[0]
-    return [
-        _plan_optimizer_leaf(path_name(path), leaf, owner, zero, mesh) for (path, leaf), owner in zip(flat, flat_owners, strict=True)
-    ]
+    return [_plan_optimizer_leaf(path_name(path), leaf, owner, zero, mesh) for (path, leaf), owner in zip(flat, flat_owners, strict=True)]
 
 
 _NO_OWNER = LeafPlan(path="", part="", shape=(-1,), rest=Placement(P(), None))

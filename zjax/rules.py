@@ -114,7 +114,9 @@ def _merge(spec: P, more: P, path: str, shape: Shape, mesh: AnyMesh) -> P:
         if taken[dim] is not None or set(spec_axes(P(entry))) & set(spec_axes(P(*taken))):
             raise ValueError(f"{path}: dim {dim} of shape {shape} cannot be sharded over {entry}: the spec is already {P(*taken)}")
         if shape[dim] % n:
-            raise ValueError(f"{path}: dim {dim} of shape {shape} cannot be sharded over {entry} of size {n}: {shape[dim]} % {n} = {shape[dim] % n}")
+            raise ValueError(
+                f"{path}: dim {dim} of shape {shape} cannot be sharded over {entry} of size {n}: {shape[dim]} % {n} = {shape[dim] % n}"
+            )
         taken[dim] = entry
     while taken and taken[-1] is None:
         taken.pop()

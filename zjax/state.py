@@ -71,7 +71,9 @@ def init_state(plan: Plan, rng: jax.Array) -> TrainState:
     require_devices(plan)
     planned = dict(COUNTERS)["rng"]
     if getattr(rng, "dtype", None) != planned:
-        raise TypeError(f"init_state: rng must be a key of type {planned} from jax.random.key(seed), not {getattr(rng, 'dtype', type(rng).__name__)}")
+        raise TypeError(
+            f"init_state: rng must be a key of type {planned} from jax.random.key(seed), not {getattr(rng, 'dtype', type(rng).__name__)}"
+        )
     return jax.jit(functools.partial(_init, plan), out_shardings=state_shardings(plan))(rng)
 
 
@@ -100,5 +102,3 @@ def unplanned(plan: Plan, state: TrainState) -> list[str]:
         for leaf, x, sharding in zip(plan.leaves, jax.tree.leaves(state), planned, strict=True)
         if not x.sharding.is_equivalent_to(sharding, x.ndim)
     ]
-
-

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -39,23 +40,12 @@ AGREE_EVERY = 10
 
 def plan_run(config: TrainConfig, mesh: AnyMesh) -> Plan:
     """The plan of a configured run; an abstract mesh is enough."""
+    tx = make_optimizer(config.optimizer, config.steps)
+    build = functools.partial(build_plan, config.zero, tx=tx, mesh=mesh, precision=config.precision, accumulation=config.accumulation)
     if config.model.preset == "abstract":
         count = config.model.parameters
-        init_fn: Callable[[jax.Array], Any] = lambda key: {"parameters": jnp.zeros(count)}  # noqa: E731
-        units, chain = (), []
-    else:
-        model = model_of(config)
-        init_fn, units, chain = model.init, llama.UNITS, [rules.tensor_parallel(llama.TENSOR_DIMS)]
-    return build_plan(
-        config.zero,
-        init_fn,
-        make_optimizer(config.optimizer, config.steps),
-        mesh,
-        precision=config.precision,
-        accumulation=config.accumulation,
-        units=units,
-        rules=chain,
-    )
+        return build(lambda key: {"parameters": jnp.zeros(count)})
+    return build(model_of(config).init, units=llama.UNITS, rules=[rules.tensor_parallel(llama.TENSOR_DIMS)])
 
 
 def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
@@ -171,7 +161,13 @@ def _loop(
             writer.write(line)
         bar.update(task, completed=done, loss=values["loss"], speed=tokens / seconds)
 
-    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"), TimeRemainingColumn()
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
     with _catch_signals() as caught, Progress(*columns, console=console) as bar:
         task = bar.add_task("train", total=config.steps, completed=start, loss=float("nan"), speed=0.0)
         for index, batch in prefetch(batches, batch_sharding(plan), start, config.steps):
@@ -272,7 +268,10 @@ def _report(
     if losses:
         last = losses[-10:]
         final = sum(last) / len(last)
-        _say(console, f"final loss {final:.3f} nats (mean of the last {len(last)} steps), {abs(entropy - final):.3f} {'below' if final < entropy else 'above'} the unigram entropy {entropy:.3f}")
+        _say(
+            console,
+            f"final loss {final:.3f} nats (mean of the last {len(last)} steps), {abs(entropy - final):.3f} {'below' if final < entropy else 'above'} the unigram entropy {entropy:.3f}",
+        )
         draw_loss_curve(losses, entropy, workdir / "loss.png")
         _say(console, f"loss curve: {workdir / 'loss.png'}; metrics: {workdir / 'metrics.jsonl'}")
     if config.sample_tokens:

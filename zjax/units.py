@@ -60,7 +60,9 @@ def fully_shard(block: Any, *, at: str, remat: str | RematPolicy | None = None) 
     return unit
 
 
-def _run(block: Callable[..., Any], at: str, policy: RematPolicy | None, params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(
+    block: Callable[..., Any], at: str, policy: RematPolicy | None, params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     plan: Plan | None = plan_context.value
     if plan is None:
         return jax.checkpoint(lambda p: block(p, *args, **kwargs), policy=policy)(params) if policy else block(params, *args, **kwargs)
@@ -152,7 +154,7 @@ def _unit_class(cls: type, at: str, policy: RematPolicy | None) -> type:
 
         def run(params: PyTree, *args: Any, **kwargs: Any) -> Any:
             module = nnx.merge(graphdef, params, rest)
-            out = _on_rows(lambda _, *a, **k: cls.__call__(module, *a, **k))(params, *args, **kwargs)  # type: ignore[operator]
+            out = _on_rows(lambda _, *a, **k: cls.__call__(module, *a, **k))(params, *args, **kwargs)
             return out, nnx.split(module, nnx.Param, ...)[2]
 
         out, new_rest = _run(run, at, policy, nnx.to_pure_dict(params), args, kwargs)

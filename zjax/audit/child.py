@@ -23,7 +23,6 @@ import cloudpickle
 from zjax.audit.targets import Target, open_devices, place_of
 from zjax.config import MeshConfig
 
-
 Lower = Callable[[Any], tuple[Any, frozenset[str]]]
 """Takes the target's mesh; returns the lowered program and the names of the parameters that unit marks gather in it."""
 

@@ -109,7 +109,11 @@ def _factor(kind: str, n: int) -> float:
 def _torus_dims(groups: Groups, place: Place) -> int:
     if not place.coords:
         return 1
-    dims = [len({coord[dim] for coord in map(place.coords.__getitem__, group)}) > 1 for group in groups[:1] for dim in range(len(place.coords[0]))]
+    dims = [
+        len({coord[dim] for coord in map(place.coords.__getitem__, group)}) > 1
+        for group in groups[:1]
+        for dim in range(len(place.coords[0]))
+    ]
     return max(1, sum(dims))
 
 
@@ -141,7 +145,9 @@ def _only_sliced(module: Module, computation: Computation, name: str, depth: int
         elif user.opcode == "fusion":
             inner = module.computations[dict(user.called)["calls"]]
             numbers = [number for number, operand in enumerate(user.operands) if operand == name]
-            if not all(number in inner.parameters and _only_sliced(module, inner, inner.parameters[number].name, depth + 1) for number in numbers):
+            if not all(
+                number in inner.parameters and _only_sliced(module, inner, inner.parameters[number].name, depth + 1) for number in numbers
+            ):
                 return False
         else:
             return False

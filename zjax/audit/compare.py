@@ -129,7 +129,14 @@ def csv_of(cells: Sequence[Cell]) -> str:
     writer.writerow([*varied, "target", *COLUMNS, "error"])
     for cell in cells:
         figures = [COLUMNS[name](cell) for name in COLUMNS]
-        writer.writerow([*(cell.varied.get(name, "") for name in varied), cell.target, *("" if f is None else f"{f:g}" if f % 1 else f"{f:.0f}" for f in figures), cell.error])
+        writer.writerow(
+            [
+                *(cell.varied.get(name, "") for name in varied),
+                cell.target,
+                *("" if f is None else f"{f:g}" if f % 1 else f"{f:.0f}" for f in figures),
+                cell.error,
+            ]
+        )
     return out.getvalue()
 
 

@@ -85,7 +85,9 @@ def _pickled(request: Request) -> bytes:
     try:
         return cloudpickle.dumps(request)
     except Exception as error:
-        raise AuditError(f"the step cannot be sent to the process that compiles: {_culprit(request.lower)} ({error}). Make it inside the function that uses it, or pass it as part of the batch") from error
+        raise AuditError(
+            f"the step cannot be sent to the process that compiles: {_culprit(request.lower)} ({error}). Make it inside the function that uses it, or pass it as part of the batch"
+        ) from error
 
 
 def _culprit(lower: Any) -> str:

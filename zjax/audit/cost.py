@@ -64,7 +64,8 @@ def _arithmetic(module: Module, computation: Computation, x: Instruction) -> tup
         return _convolution_flops(computation, x), ()
     if x.opcode != "fusion":
         return 0.0, ()
-    flops, unknown = 0.0, ()
+    flops = 0.0
+    unknown: tuple[str, ...] = ()
     inner = module.computations[dict(x.called)["calls"]]
     for each in inner.schedule:
         if each.opcode == "custom-call":

@@ -88,21 +88,33 @@ def _state_above_plan(e: Evidence) -> Iterator[Finding]:
     planned = sum(leaf.bytes_on(e.plan.mesh) for leaf in e.plan.leaves)
     held = e.memory["argument"] + e.memory["host_argument"] - e.memory["batch"]
     if held > 1.01 * planned + SMALL:
-        yield Finding("state-above-plan", "arguments", held - planned, f"the program takes {held:,} bytes of state, the plan has {planned:,}: is an array passed in that is not in the plan?")
+        yield Finding(
+            "state-above-plan",
+            "arguments",
+            held - planned,
+            f"the program takes {held:,} bytes of state, the plan has {planned:,}: is an array passed in that is not in the plan?",
+        )
 
 
 def _not_donated(e: Evidence) -> Iterator[Finding]:
     planned = sum(leaf.bytes_on(e.plan.mesh) for leaf in e.plan.leaves)
     reused = e.memory["alias"]
     if reused < 0.99 * planned - SMALL:
-        yield Finding("not-donated", "outputs", planned - reused, f"only {reused:,} of {planned:,} bytes of the state are reused for the new state: donate it (make_train_step does)")
+        yield Finding(
+            "not-donated",
+            "outputs",
+            planned - reused,
+            f"only {reused:,} of {planned:,} bytes of the state are reused for the new state: donate it (make_train_step does)",
+        )
 
 
 def _replicated_without_reason(e: Evidence) -> Iterator[Finding]:
     for leaf in e.plan.part("params"):
         assert leaf.optimizer
         if e.plan.zero.stage and leaf.reason is None and not spec_axes(leaf.optimizer.spec):
-            yield Finding("replicated-without-reason", leaf.path, leaf.bytes_on(e.plan.mesh), "the leaf is replicated, and the plan does not say why")
+            yield Finding(
+                "replicated-without-reason", leaf.path, leaf.bytes_on(e.plan.mesh), "the leaf is replicated, and the plan does not say why"
+            )
 
 
 def _outside_units(e: Evidence) -> Iterator[Finding]:
@@ -200,7 +212,12 @@ def _gathered_too_often(e: Evidence) -> Iterator[Finding]:
         # A gather may be split or repeated once at a loop's edge (a peeled or prefetched layer); more is a fault.
         slack = max(2, times // 16)
         if compiled[key] > times + slack and sent[key] > SMALL:
-            yield Finding("gathered-too-often", leaves[key].path, sent[key], f"shards {list(key)} are gathered {compiled[key]} times a step, the plan says {times}")
+            yield Finding(
+                "gathered-too-often",
+                leaves[key].path,
+                sent[key],
+                f"shards {list(key)} are gathered {compiled[key]} times a step, the plan says {times}",
+            )
 
 
 def _activations_gathered(e: Evidence) -> Iterator[Finding]:
@@ -232,7 +249,12 @@ def _wrong_axis(e: Evidence) -> Iterator[Finding]:
         strange = [axis for axis in run.collective.axes if axis not in used]
         if strange:
             c = run.collective
-            yield Finding("wrong-axis", c.op_name or c.name, round(run.wire_bytes), f"{_article(c.kind)} of {_shapes(c)} runs over {'+'.join(strange)}, over which the plan shards nothing")
+            yield Finding(
+                "wrong-axis",
+                c.op_name or c.name,
+                round(run.wire_bytes),
+                f"{_article(c.kind)} of {_shapes(c)} runs over {'+'.join(strange)}, over which the plan shards nothing",
+            )
 
 
 def _wide_on_the_wire(e: Evidence) -> Iterator[Finding]:

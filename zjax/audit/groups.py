@@ -61,7 +61,10 @@ def _mesh_groups(text: str) -> Groups:
         raise HloParseError(f"replica groups name {ids.size} devices for {total} mesh positions: {text[:120]!r}")
     # Axes are cut where a group uses only a factor of one, so that every used piece is a dim of its own.
     pieces: list[tuple[int, bool]] = []
-    used = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found.group(3))}
+    used = {
+        name: (int(before or 1), int(size or sizes[name]))
+        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found.group(3))
+    }
     for name, size in sizes.items():
         if name not in used:
             pieces.append((size, False))

@@ -209,7 +209,8 @@ def parse(text: str) -> Module:
 
 
 def _computations(lines: list[str]) -> Iterator[Computation]:
-    name, is_entry, found, pending = "", False, {}, ""
+    name, is_entry, pending = "", False, ""
+    found: dict[str, Instruction] = {}
 
     def close() -> None:
         nonlocal pending
@@ -254,7 +255,8 @@ def _instruction(line: str, index: int) -> Instruction:
 def parse_shape(text: str, position: int = 0) -> tuple[Shape, int]:
     """The shape printed at a position, and the position after it."""
     if text[position] == "(":
-        elements, position = [], position + 1
+        elements: list[Shape] = []
+        position += 1
         while True:
             while text[position] in ", ":
                 position += 1
@@ -344,9 +346,13 @@ def _frames(lines: list[str]) -> dict[int, str]:
             number, _, value = line.strip().partition(" ")
             if number.isdigit():
                 table[int(number)] = value.strip().strip('"')
-    field_of = lambda text, key: int(found.group(1)) if (found := re.search(rf"{key}=(\d+)", text)) else 0  # noqa: E731
     places = {}
+    files = tables.get("FileNames", {})
     for number, location in tables.get("FileLocations", {}).items():
-        file = tables.get("FileNames", {}).get(field_of(location, "file_name_id"), "")
-        places[number] = f"{file}:{field_of(location, 'line')}"
-    return {number: places.get(field_of(frame, "file_location_id"), "") for number, frame in tables.get("StackFrames", {}).items()}
+        places[number] = f"{files.get(_field(location, 'file_name_id'), '')}:{_field(location, 'line')}"
+    return {number: places.get(_field(frame, "file_location_id"), "") for number, frame in tables.get("StackFrames", {}).items()}
+
+
+def _field(text: str, key: str) -> int:
+    found = re.search(rf"\b{key}=(\d+)", text)
+    return int(found.group(1)) if found else 0

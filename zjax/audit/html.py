@@ -73,7 +73,8 @@ def _bars(cells: Sequence[Cell], stacks: dict[str, list[float]], label: str) -> 
 def _memory_plot(cells: Sequence[Cell]) -> Figure:
     stacks = {part: [cell.plan["per_device"][part] / 2**30 if cell.plan else 0.0 for cell in cells] for part in _MEMORY}
     stacks["activations and temporaries"] = [
-        max(0.0, cell.audit["peak_bytes"] - cell.plan["per_device"]["model_state"]) / 2**30 if cell.audit and cell.plan else 0.0 for cell in cells
+        max(0.0, cell.audit["peak_bytes"] - cell.plan["per_device"]["model_state"]) / 2**30 if cell.audit and cell.plan else 0.0
+        for cell in cells
     ]
     figure = _bars(cells, stacks, "GiB a device")
     axes = figure.axes[0]
@@ -115,7 +116,10 @@ def _svg(figure: Figure) -> str:
 
 def _findings(cell: Cell) -> str:
     assert cell.audit is not None
-    found = "".join(f"<li><b>{html.escape(f['kind'])}</b> {html.escape(f['text'])} <code>{html.escape(f['op'])}</code></li>" for f in cell.audit["findings"])
+    found = "".join(
+        f"<li><b>{html.escape(f['kind'])}</b> {html.escape(f['text'])} <code>{html.escape(f['op'])}</code></li>"
+        for f in cell.audit["findings"]
+    )
     return f"<p>{html.escape(_name(cell))}: {'none' if not found else ''}</p>" + (f"<ul>{found}</ul>" if found else "")
 
 

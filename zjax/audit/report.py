@@ -109,15 +109,23 @@ class Audit:
         console = Console(file=io.StringIO(), width=160, color_system=None)
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.plan.mesh.shape.items() if size > 1) or "1 device"
         say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
-        say(f"{mode_name(self.plan.zero, self.plan.mesh)} on {self.target.text} ({mesh}), {self.parameters:,} parameters, compiled in {self.compile_seconds:.1f} s")
-        say(f"a device holds: state {_gib(self.state_bytes)}, peak {_gib(self.peak_bytes)} of {_gib(self.target.chip.memory)}, temporary {_gib(self.memory['temp'])}")
+        say(
+            f"{mode_name(self.plan.zero, self.plan.mesh)} on {self.target.text} ({mesh}), {self.parameters:,} parameters, compiled in {self.compile_seconds:.1f} s"
+        )
+        say(
+            f"a device holds: state {_gib(self.state_bytes)}, peak {_gib(self.peak_bytes)} of {_gib(self.target.chip.memory)}, temporary {_gib(self.memory['temp'])}"
+        )
         console.print(self._table())
         ideal = minimum_wire_bytes(self.plan)
         ratio = f", {self.wire_bytes / ideal:.3f} x the mode's minimum {_gib(ideal)}" if ideal else ""
         say(f"wire: {_gib(self.wire_bytes)} a device and step{ratio}; between hosts or slices {_gib(self._wire(True))}")
-        say(f"exposed: {self.exposed_fraction:.1%} of the bytes have no matrix product beside them; the time model waits {self.exposed_seconds * 1e3:.2f} ms")
+        say(
+            f"exposed: {self.exposed_fraction:.1%} of the bytes have no matrix product beside them; the time model waits {self.exposed_seconds * 1e3:.2f} ms"
+        )
         mfu = f", MFU {self.mfu:.1%}" if self.mfu is not None else ""
-        say(f"prediction (roofline, not a measurement): {self.timeline.seconds * 1e3:.2f} ms a step, {self.timeline.compute_seconds * 1e3:.2f} ms of it compute{mfu}")
+        say(
+            f"prediction (roofline, not a measurement): {self.timeline.seconds * 1e3:.2f} ms a step, {self.timeline.compute_seconds * 1e3:.2f} ms of it compute{mfu}"
+        )
         for name, count in sorted(self.timeline.unknown_kernels.items()):
             say(f"kernel of unknown cost: {name}, {count} times; predictions leave it out")
         for loop in self.timeline.unknown_loops:
@@ -140,7 +148,9 @@ class Audit:
         for key, runs in sorted(rows.items(), key=lambda item: -sum(run.wire_bytes for run in item[1])):
             exposed = sum(run.wire_bytes for run in runs if not run.covered)
             waits = sum(run.exposed_seconds for run in runs) * 1e3
-            table.add_row(*key, str(sum(run.times for run in runs)), _gib(sum(run.wire_bytes for run in runs)), _gib(exposed), f"{waits:.2f}")
+            table.add_row(
+                *key, str(sum(run.times for run in runs)), _gib(sum(run.wire_bytes for run in runs)), _gib(exposed), f"{waits:.2f}"
+            )
         return table
 
 

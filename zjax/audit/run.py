@@ -69,7 +69,9 @@ def audit_recipe(
     return audit_program(lower, plan, shapes, target=target, mesh=mesh, compiler_options=compiler_options, keep_hlo=keep_hlo)
 
 
-def _lower_step(recipe: Recipe, loss_fn: LossFn, mesh: Mesh, *, clip: float | None, batch: PyTree) -> tuple[jax.stages.Lowered, frozenset[str]]:
+def _lower_step(
+    recipe: Recipe, loss_fn: LossFn, mesh: Mesh, *, clip: float | None, batch: PyTree
+) -> tuple[jax.stages.Lowered, frozenset[str]]:
     with record_marked() as marked:
         lowered = make_train_step(recipe.build(mesh), loss_fn, clip=clip).lower(batch)
     return lowered, frozenset(marked)
@@ -98,7 +100,9 @@ def audit_program(
     if keep_hlo is not None:
         folder = Path(keep_hlo)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{goal.text.replace(':', '-')}.{hashlib.sha256(compiled.hlo.encode()).hexdigest()[:12]}.hlo.txt").write_text(compiled.hlo)
+        (folder / f"{goal.text.replace(':', '-')}.{hashlib.sha256(compiled.hlo.encode()).hexdigest()[:12]}.hlo.txt").write_text(
+            compiled.hlo
+        )
     module = parse(compiled.hlo)
     timeline = follow(module, compiled.place, goal.chip)
     share = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(batch)) // plan.data_degree

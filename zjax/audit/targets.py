@@ -45,7 +45,9 @@ def parse_target(text: str) -> Target:
         raise ConfigError(f"target {text!r}: write it as {forms}")
     chip = chip_named(chip_name)
     if chip.platform != platform:
-        raise ConfigError(f"target {text!r}: {chip_name} is a {chip.platform}; known {platform}s: {', '.join(c.name for c in CHIPS.values() if c.platform == platform)}")
+        raise ConfigError(
+            f"target {text!r}: {chip_name} is a {chip.platform}; known {platform}s: {', '.join(c.name for c in CHIPS.values() if c.platform == platform)}"
+        )
     ranks = (2,) if platform == "gpu" else (chip.torus_dims,)
     return Target(text, platform, chip, _shape(text, topology, ranks, forms))
 

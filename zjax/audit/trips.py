@@ -24,7 +24,7 @@ def trip_count(module: Module, scope: Scope, loop: Instruction) -> int | None:
     printed = loop.backend_config.get("known_trip_count")
     if isinstance(printed, dict) and str(printed.get("n", "")).isdigit():
         return int(printed["n"])
-    found = re.search(r'known_trip_count\W+n\W+(\d+)', loop.attribute_text)
+    found = re.search(r"known_trip_count\W+n\W+(\d+)", loop.attribute_text)
     if found:
         return int(found.group(1))
     condition = module.computations[dict(loop.called)["condition"]]

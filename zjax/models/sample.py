@@ -30,7 +30,9 @@ def sample_tokens(
     return np.asarray(draw(params, tokens_1T, np.int32(len(context)), np.uint32(seed))).tolist()
 
 
-def _draw(logits_fn: Any, count: int, temperature: float, params: Any, tokens_1T: jax.Array, length: jax.Array, seed: jax.Array) -> jax.Array:
+def _draw(
+    logits_fn: Any, count: int, temperature: float, params: Any, tokens_1T: jax.Array, length: jax.Array, seed: jax.Array
+) -> jax.Array:
     window = tokens_1T.shape[1]
 
     def one(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
