@@ -346,7 +346,7 @@ def _frames(lines: list[str]) -> dict[int, str]:
             number, _, value = line.strip().partition(" ")
             if number.isdigit():
                 table[int(number)] = value.strip().strip('"')
-    places = {}
+    places: dict[int, str] = {}
     files = tables.get("FileNames", {})
     for number, location in tables.get("FileLocations", {}).items():
         places[number] = f"{files.get(_field(location, 'file_name_id'), '')}:{_field(location, 'line')}"
