@@ -348,9 +348,9 @@ def _frames(lines: list[str]) -> dict[int, str]:
                 table[int(number)] = value.strip().strip('"')
     places: dict[int, str] = {}
     files = tables.get("FileNames", {})
-    for number, location in tables.get("FileLocations", {}).items():
-        places[number] = f"{files.get(_field(location, 'file_name_id'), '')}:{_field(location, 'line')}"
-    return {number: places.get(_field(frame, "file_location_id"), "") for number, frame in tables.get("StackFrames", {}).items()}
+    for location_id, location in tables.get("FileLocations", {}).items():
+        places[location_id] = f"{files.get(_field(location, 'file_name_id'), '')}:{_field(location, 'line')}"
+    return {frame_id: places.get(_field(frame, "file_location_id"), "") for frame_id, frame in tables.get("StackFrames", {}).items()}
 
 
 def _field(text: str, key: str) -> int:
