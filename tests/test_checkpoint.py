@@ -248,6 +248,20 @@ def test_all_are_kept_where_nothing_is_said(tmp_path):
     assert Checkpointer(tmp_path).latest_step() == 3
 
 
+@pytest.mark.parametrize("step", [10, 3], ids=["saved already", "older than the newest"])
+def test_no_save_is_dropped_without_a_word(tmp_path, step):
+    """As when step 3 of a run of 10 is restored, to go on from there another way: saved, or an error, not neither."""
+    plan = plan_on()
+    save(tmp_path, filled(plan, 10))
+    state = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.bfloat16 else x, filled(plan, step))
+    try:
+        save(tmp_path, state)
+    except CheckpointError as error:
+        assert str(step) in str(error)
+    else:
+        assert_same_state(restore(tmp_path, plan, step), state)
+
+
 def test_meta_round_trip(tmp_path):
     meta = {
         "config": {"data": {"path": "dépôt/日本"}, "clip": None, "lr": 3e-4, "tied": False},
