@@ -25,6 +25,7 @@ from zjax.config import ConfigError, TrainConfig, from_dict
 from zjax.estimate import traffic_by_link, traffic_per_step
 from zjax.mesh import abstract_mesh
 from zjax.plan import Plan, bytes_per_device, spec_text
+from zjax_command import quiet_stderr
 
 SIMULATED_DEVICES = 8
 
@@ -247,16 +248,8 @@ def without_accelerator() -> None:
     """Starts jax on the CPU, without the complaints of installed GPU and TPU compilers that find no device."""
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
-    # They are written by C++ straight to the file descriptor, past anything Python could filter.
-    sys.stderr.flush()
-    with open(os.devnull, "w") as nowhere:
-        stderr = os.dup(2)
-        os.dup2(nowhere.fileno(), 2)
-        try:
-            jax.devices()
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
+    with quiet_stderr():
+        jax.devices()
 
 
 def _accelerator_files() -> list[str]:

@@ -1,0 +1,38 @@
+"""The `zjax` command's entry point, outside the package: importing any of it imports jax.
+
+With the compilers of absent hardware installed (the extra `targets`), jax's import and start write pages of complaints
+about missing drivers, from C++ and straight to the file descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Drops what is written to stderr inside, by C++ too; shows it after all if an exception leaves."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as held:
+        stderr = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held.seek(0)
+            os.write(stderr, held.read())
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
+def main() -> int:
+    """Runs the command."""
+    with quiet_stderr():
+        from zjax import cli
+    return cli.main()
