@@ -116,7 +116,8 @@ class ZeroConfig:
     strict: bool = False
     """Raise where a leaf that should be sharded has no dim that divides, instead of keeping it whole with a reason."""
     engine: str = "auto"
-    """`partitioner` (XLA's SPMD partitioner moves the data), or `auto`, which picks it."""
+    """How data is moved: `partitioner` (XLA's SPMD partitioner, by sharding constraints), `explicit` (collectives written
+    out in `shard_map`), or `auto`, which picks one for the mesh and says why."""
 
     def __post_init__(self) -> None:
         _require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "must be 0, 1, 2 or 3")
@@ -140,12 +141,8 @@ class ZeroConfig:
             f"only stage 3 shards parameters; with zero.stage={self.stage} leave it 0",
         )
         _require(
-            self.engine != "explicit",
-            "zero.engine",
-            self.engine,
-            "the explicit engine (shard_map) is not available; use 'partitioner' or 'auto'",
+            self.engine in ("auto", "partitioner", "explicit"), "zero.engine", self.engine, "must be 'auto', 'partitioner' or 'explicit'"
         )
-        _require(self.engine in ("auto", "partitioner"), "zero.engine", self.engine, "must be 'auto' or 'partitioner'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,18 +229,13 @@ class AccumulationConfig:
     micro_batches: int = 1
     """Micro-batches a step. Above 1 the gradients are accumulated in float32."""
     mode: str = "sharded"
-    """`sharded`: gradients are reduced after each micro-batch, into the plan's accumulator (scattered in stages 2 and 3).
-    FSDP's no_sync, `local`, needs the explicit engine, which is not available."""
+    """Stages 2 and 3: `sharded` scatters the gradients of each micro-batch into a sharded accumulator (the least memory);
+    `local` (FSDP's no_sync) accumulates whole gradients and scatters once a step (the least traffic; explicit engine).
+    Stages 0 and 1 hold whole gradients anyway: the explicit engine reduces them once, the partitioner each time."""
 
     def __post_init__(self) -> None:
         _require(self.micro_batches > 0, "accumulation.micro_batches", self.micro_batches, "must be positive")
-        _require(
-            self.mode != "local",
-            "accumulation.mode",
-            self.mode,
-            "accumulating without communication needs the explicit engine, which is not available; use 'sharded'",
-        )
-        _require(self.mode == "sharded", "accumulation.mode", self.mode, "must be 'sharded'")
+        _require(self.mode in ("sharded", "local"), "accumulation.mode", self.mode, "must be 'sharded' or 'local'")
 
 
 @dataclass(frozen=True, kw_only=True)

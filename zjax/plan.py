@@ -204,7 +204,8 @@ def build_plan(
         warnings.warn(f"zero.stage={zero.stage} on a mesh with one device to shard over: nothing is sharded", stacklevel=2)
 
     chain = [*rules, *([rules_lib.placement(shard_placement)] if shard_placement else [])]
-    params = [_plan_param(name, leaf.shape, zero, precision, accumulation, mesh, chain, units) for name, leaf in named]
+    engine, engine_reason = _choose_engine(zero, accumulation, mesh)
+    params = [_plan_param(name, leaf.shape, zero, precision, accumulation, mesh, engine, chain, units) for name, leaf in named]
     master = [_plan_master(leaf) for leaf in params] if has_master(precision) else []
 
     optimized = cast_shapes(shapes, jnp.float32)
@@ -220,8 +221,8 @@ def build_plan(
         zero=zero,
         precision=precision,
         accumulation=accumulation,
-        engine="partitioner",
-        engine_reason="asked for" if zero.engine == "partitioner" else "auto: the only engine so far",
+        engine=engine,
+        engine_reason=engine_reason,
         units=tuple(units),
         leaves=(counters["step"], *params, *master, *inner, counters["rng"], counters["skipped_steps"]),
         batch_spec=rules_lib.at_dim(0, axes) if axes else P(),
@@ -253,6 +254,7 @@ def _plan_param(
     precision: PrecisionConfig,
     accumulation: AccumulationConfig,
     mesh: AnyMesh,
+    engine: str,
     chain: Sequence[rules_lib.Rule],
     units: Sequence[str],
 ) -> LeafPlan:
@@ -281,6 +283,13 @@ def _plan_param(
     dtype = compute_dtype(precision)
     gradient_dtype = dtype if accumulation.micro_batches == 1 else jnp.dtype("float32")
     rest = sharded if zero.stage == 3 and not persistent else whole
+    micro_batched = accumulation.micro_batches > 1
+    scattered = zero.stage >= 2 and not (accumulation.mode == "local" and micro_batched)
+    accumulator = sharded if scattered else whole
+    partial = () if engine == "partitioner" else data_axes(mesh)
+    if accumulator != whole and partial:
+        # Scattered unit by unit in the backward; across replicas the shards are summed there too, or once a step.
+        partial = tuple(axis for axis in partial if axis not in spec_axes(accumulator)) if micro_batched else ()
     return LeafPlan(
         path=f"params/{name}",
         part="params",
@@ -288,13 +297,29 @@ def _plan_param(
         rest=Placement(rest, dtype),
         forward=Placement(whole, dtype),
         backward=Placement(rest if zero.reshard_after_forward else whole, dtype),
-        accumulator=Placement(sharded if zero.stage >= 2 else whole, gradient_dtype),
+        accumulator=Placement(accumulator, gradient_dtype),
         optimizer=Placement(sharded if zero.stage >= 1 else whole, jnp.dtype("float32")),
         unit=unit,
         stacked=stacked,
         zero_axes=tuple(axis for axis in axes if axis in spec_axes(sharded)) if zero.stage else (),
+        partial=partial,
         reason=reason if zero.stage else "stage 0 shards nothing",
     )
+
+
+def _choose_engine(zero: ZeroConfig, accumulation: AccumulationConfig, mesh: AnyMesh) -> tuple[str, str]:
+    """The engine and why; ValueError where the one asked for cannot do what the configs say."""
+    local = accumulation.mode == "local" and accumulation.micro_batches > 1
+    if zero.engine == "partitioner" and local:
+        raise ValueError(
+            "accumulation.mode='local': the partitioner reduces gradients in every micro-batch; use zero.engine='explicit' (or 'auto'), "
+            "or accumulation.mode='sharded'"
+        )
+    if zero.engine != "auto":
+        return zero.engine, "asked for"
+    if local:
+        return "explicit", "auto: only it accumulates without communication"
+    return "partitioner", "auto: the only engine so far"
 
 
 def _unit_of(name: str, units: Sequence[str]) -> tuple[str, bool]:

@@ -8,7 +8,6 @@ that a token counts the same wherever it lands. Metrics are `{name: (sum, weight
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +17,13 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zjax.gradients import LossFn, gradients
 from zjax.mesh import data_axes
 from zjax.optim import clip_factor, global_norm
 from zjax.plan import Plan, require_devices
-from zjax.precision import cast
 from zjax.state import OptState, TrainState, state_shardings, state_struct
 from zjax.tree import PyTree, named_leaves
-from zjax.units import plan_context
-
-LossFn = Callable[..., Any]
-Sums = tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]
+from zjax.units import Tracing, plan_context
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step. ValueError where the batch does not divide by data devices x micro-batches."""
         check_batch(self.plan, batch)
-        with plan_context(self.plan):
+        with plan_context(Tracing(self.plan)):
             return self.jitted(state, batch)
 
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
@@ -75,7 +71,7 @@ class TrainStep:
         check_batch(self.plan, batch)
         sharding = batch_sharding(self.plan)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
-        with plan_context(self.plan):
+        with plan_context(Tracing(self.plan)):
             return self.jitted.lower(state_struct(self.plan), shapes)
 
 
@@ -97,6 +93,11 @@ def make_train_step(plan: Plan, loss_fn: LossFn, *, clip: float | None = None) -
         raise ValueError(
             f"mean_loss with accumulation.micro_batches={plan.accumulation.micro_batches}: the mean of micro-batch means is not the "
             "mean of the batch; return (loss_sum, weight) instead"
+        )
+    if isinstance(loss_fn, MeanLoss) and plan.engine == "explicit":
+        raise ValueError(
+            "mean_loss in the explicit engine: the mean over one device's rows is not a share of the mean; return (loss_sum, weight), "
+            "or build the plan with ZeroConfig(engine='partitioner')"
         )
     jitted = jax.jit(
         functools.partial(_step, plan, loss_fn, clip),
@@ -130,10 +131,9 @@ def check_batch(plan: Plan, batch: PyTree) -> None:
 
 def _step(plan: Plan, loss_fn: LossFn, clip: float | None, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
     rng = jax.random.fold_in(state.rng, state.step)
-    grads, (loss_sum, weight, metrics) = _accumulate(plan, loss_fn, state.params, batch, rng)
+    grads, (loss_sum, weight, metrics) = gradients(plan, loss_fn, state.params, batch, rng)
 
     grads = jax.tree.map(lambda g: _over(g.astype(jnp.float32), weight), grads)
-    grads = _pin(grads, plan.params_tree("optimizer"))
     norm = global_norm(grads)
     factor = clip_factor(norm, clip)
     loss = _over(loss_sum, weight)
@@ -171,62 +171,9 @@ def _update(plan: Plan, state: TrainState, grads: PyTree) -> tuple[PyTree, OptSt
     return _pin(cast_params, sharded), OptState(None if master is None else optimized, inner)
 
 
-def _accumulate(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
-    """Gradients of the summed loss in the accumulator's spec and dtype, and the sums, over all micro-batches."""
-    accumulator = plan.params_tree("accumulator")
-
-    def micro_batch(batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
-        def summed(params: PyTree) -> tuple[jax.Array, Sums]:
-            sums = _sums(loss_fn(params, batch, rng))
-            return sums[0], sums
-
-        grads, sums = jax.grad(summed, has_aux=True)(params)
-        return _pin(grads, accumulator), sums
-
-    n = plan.accumulation.micro_batches
-    if n == 1:
-        return micro_batch(batch, rng)
-
-    def body(carry: tuple[PyTree, Sums], xs: tuple[PyTree, jax.Array]) -> tuple[tuple[PyTree, Sums], None]:
-        grads, sums = micro_batch(*xs)
-        total = jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[0], grads)
-        return (_pin(total, accumulator), jax.tree.map(jnp.add, carry[1], sums)), None
-
-    batches = jax.tree.map(functools.partial(_split_rows, plan), batch)
-    rngs = jax.random.split(rng, n)
-    first = jax.tree.map(lambda x: x[0], (batches, rngs))
-    shapes = jax.eval_shape(micro_batch, *first)
-    zeros = (cast(jax.tree.map(jnp.zeros_like, params), jnp.float32), jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[1]))
-    return jax.lax.scan(body, (_pin(zeros[0], accumulator), zeros[1]), (batches, rngs))[0]
-
-
-def _sums(result: Any) -> Sums:
-    """Checks the loss contract; sums and weights come out as float32 scalars."""
-    if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise TypeError(
-            "loss_fn must return (loss_sum, weight) or (loss_sum, weight, metrics), sums over the rows it is given, not means"
-            f"; it returned {type(result).__name__}. A loss that returns one mean can be wrapped in zjax.mean_loss"
-        )
-    loss_sum, weight, metrics = (*result, {})[:3]
-    if jnp.shape(loss_sum) or jnp.shape(weight):
-        raise TypeError(f"loss_fn: loss_sum and weight must be scalars; got shapes {jnp.shape(loss_sum)} and {jnp.shape(weight)}")
-    for name, pair in metrics.items():
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise TypeError(f"loss_fn: metric {name!r} must be a pair (sum, weight), so that it can be averaged; got {type(pair).__name__}")
-    return cast(jax.tree.map(jnp.asarray, (loss_sum, weight, metrics)), jnp.float32)
-
-
 def _over(total: jax.Array, weight: jax.Array) -> jax.Array:
     """total / weight, and 0 where nothing was weighed (a batch that is masked out whole)."""
     return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1), 0)
-
-
-def _split_rows(plan: Plan, x: jax.Array) -> jax.Array:
-    """[rows, ...] -> [micro_batches, rows / micro_batches, ...]; every device keeps the rows it has."""
-    devices, n = plan.data_degree, plan.accumulation.micro_batches
-    split = x.reshape(devices, n, x.shape[0] // (devices * n), *x.shape[1:]).swapaxes(0, 1)
-    split = split.reshape(n, x.shape[0] // n, *x.shape[1:])
-    return jax.lax.with_sharding_constraint(split, NamedSharding(plan.mesh, P(None, *plan.batch_spec)))
 
 
 def _pin(tree: PyTree, shardings: PyTree) -> PyTree:

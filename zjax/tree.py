@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,9 @@ def path_name(key_path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(key_path), simple=True, separator="/")
 
 
-def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """(path name, leaf) of every leaf, in the order of `jax.tree.leaves`."""
-    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf)[0]]
 
 
 def matches(pattern: str, path: str) -> bool:

@@ -9,18 +9,38 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import nnx
 
-from zjax.collectives import constrain_rows, gather, is_gather
+from zjax.collectives import constrain_rows, gather, is_gather, is_local, local_shape
 from zjax.plan import Plan
 from zjax.tree import PyTree, named_leaves
 
 plan_context = jax.make_user_context(default_value=None)
-"""`with plan_context(plan):` makes the unit marks traced inside it obey the plan."""
+"""`with plan_context(Tracing(plan)):` makes the unit marks traced inside it obey the plan."""
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """What the marks of a step that is being traced go by."""
+
+    plan: Plan
+    owners: frozenset[tuple[str, str]] | None = None
+    """(parameter, the `at` of the mark that gathers it); None: every mark gathers what it is given."""
+    recording: int | None = None
+    """Set while the marks only say what they would gather. Unique, so that no earlier trace is used in its place."""
+
+
+def current_plan() -> Plan | None:
+    """The plan of the step being traced, None outside of one (and while marks are recorded)."""
+    tracing: Tracing | None = plan_context.value
+    return None if tracing is None or tracing.recording is not None else tracing.plan
+
 
 RematPolicy = Callable[..., Any]
 
@@ -63,9 +83,14 @@ def fully_shard(block: Any, *, at: str, remat: str | RematPolicy | None = None) 
 def _run(
     block: Callable[..., Any], at: str, policy: RematPolicy | None, params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    plan: Plan | None = plan_context.value
-    if plan is None:
+    tracing: Tracing | None = plan_context.value
+    if tracing is None:
         return jax.checkpoint(lambda p: block(p, *args, **kwargs), policy=policy)(params) if policy else block(params, *args, **kwargs)
+    plan = tracing.plan
+    if tracing.recording is not None:
+        _check_shapes(plan, at, params)
+        with _noted([_join(at, name) for name, _ in named_leaves(params)], at):
+            return block(params, *args, **kwargs)
     _check_shapes(plan, at, params)
     # Arguments are closed over, so that static ones (strings, booleans) stay static under jax.checkpoint.
     if plan.zero.reshard_after_forward:
@@ -84,7 +109,7 @@ def _on_rows(block: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(block)
     def on_rows(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        plan: Plan | None = plan_context.value
+        plan = current_plan()
         if plan is None or not args or not isinstance(args[0], jax.Array) or not args[0].ndim:
             return block(params, *args, **kwargs)
         rows = args[0].shape[0]
@@ -107,22 +132,25 @@ def _policy(remat: str | RematPolicy | None) -> RematPolicy | None:
 
 
 def _gather_unit(plan: Plan, at: str, params: PyTree) -> PyTree:
+    """The unit's parameters, gathered; those that another unit gathers, or has, stay as they are."""
+    owners = plan_context.value.owners
     gathered = []
-    for name, x in named_leaves(params):
+    for name, x in named_leaves(params, is_leaf=is_local):
         path = _join(at, name)
-        if (seen := _recorded.get()) is not None:
-            seen.add(path)
-        gathered.append(gather(plan, plan.params[path], x))
-    return jax.tree.unflatten(jax.tree.structure(params), gathered)
+        if owners is None and _recorded.get() is not None:
+            _recorded.get().setdefault(path, set()).add(at)
+        gathered.append(gather(plan, plan.params[path], x) if owners is None or (path, at) in owners else x)
+    return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_local), gathered)
 
 
-_recorded: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("zjax_marked", default=None)
+_recorded: contextvars.ContextVar[Any] = contextvars.ContextVar("zjax_marked", default=None)
+_around: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("zjax_marks_around", default=())
 
 
 @contextlib.contextmanager
-def record_marked() -> Iterator[set[str]]:
-    """Collects the names of the parameters that unit marks gather in what is traced (for the first time) inside."""
-    seen: set[str] = set()
+def record_marked() -> Iterator[dict[str, set[str]]]:
+    """Collects, for each parameter that unit marks gather, the marks' `at`, in what is traced for the first time inside."""
+    seen: dict[str, set[str]] = {}
     token = _recorded.set(seen)
     try:
         yield seen
@@ -130,18 +158,47 @@ def record_marked() -> Iterator[set[str]]:
         _recorded.reset(token)
 
 
+@contextlib.contextmanager
+def _noted(paths: list[str], at: str) -> Iterator[None]:
+    """Records the marks of a unit; of nested units the innermost gathers a parameter."""
+    seen = _recorded.get()
+    for path in paths:
+        if seen is not None:
+            seen.setdefault(path, set()).difference_update(_around.get())
+            seen[path].add(at)
+    token = _around.set((*_around.get(), at))
+    try:
+        yield
+    finally:
+        _around.reset(token)
+
+
+_recordings = itertools.count()
+
+
+def unit_owners(plan: Plan, loss: Callable[[], Any]) -> frozenset[tuple[str, str]]:
+    """(parameter, `at`) of the one unit that gathers it, found by tracing `loss()` with marks that only record.
+
+    Parameters outside every unit, and those that several units share, have none: they belong to the root unit.
+    """
+    with record_marked() as marked, plan_context(Tracing(plan, recording=next(_recordings))):
+        jax.eval_shape(loss)
+    return frozenset((path, next(iter(ats))) for path, ats in marked.items() if len(ats) == 1)
+
+
 def _check_shapes(plan: Plan, at: str, params: PyTree) -> None:
-    for name, x in named_leaves(params):
+    for name, x in named_leaves(params, is_leaf=is_local):
         path = _join(at, name)
         leaf = plan.params.get(path)
         if leaf is None:
             raise ValueError(f"fully_shard(at={at!r}): the plan has no parameter {path!r}; it has {', '.join(list(plan.params)[:12])}")
-        shapes = [leaf.shape, leaf.shape[1:]] if leaf.stacked else [leaf.shape]
-        if x.shape not in shapes:
+        shape, whole = (x.value.shape, local_shape(plan, leaf)) if is_local(x) else (x.shape, leaf.shape)
+        shapes = [whole, whole[1:]] if leaf.stacked else [whole]
+        if shape not in shapes:
             hint = ""
-            if x.shape == leaf.shape[1:]:
+            if shape == whole[1:]:
                 hint = f'; if its dim 0 counts layers, say so: build_plan(..., units=("{at}[*]",))'
-            raise ValueError(f"fully_shard(at={at!r}): {path} arrives with shape {x.shape}, but the plan has {leaf.shape}{hint}")
+            raise ValueError(f"fully_shard(at={at!r}): {path} arrives with shape {shape}, but the plan has {whole}{hint}")
 
 
 def _join(at: str, name: str) -> str:

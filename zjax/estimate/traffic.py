@@ -77,17 +77,24 @@ def _parameter_gathers(plan: Plan, leaf: LeafPlan) -> Iterator[Transfer]:
 
 
 def _gradient_reductions(plan: Plan, leaf: LeafPlan, *, least: bool = False) -> Iterator[Transfer]:
+    """Into the accumulator with each micro-batch, and from there, where it is still partial, into the optimizer's shard once."""
     assert leaf.forward and leaf.accumulator and leaf.optimizer
     gradient = leaf.bytes_on(plan.mesh, "forward")  # reduced in the compute dtype, before it is accumulated
     scattered = _gathered_axes(leaf.accumulator, leaf.forward)
-    times = plan.accumulation.micro_batches if scattered or not least else 1
-    if least and not scattered:
-        scattered = _gathered_axes(leaf.optimizer, leaf.forward)
+    partial = leaf.partial if scattered or not least else data_axes(plan.mesh)
+    each = plan.accumulation.micro_batches
     if scattered:
-        yield _ring(plan, leaf, "reduce_scatter", scattered, times, gradient)
-    left = tuple(axis for axis in data_axes(plan.mesh) if axis not in scattered)
+        yield _ring(plan, leaf, "reduce_scatter", scattered, each, gradient)
+    summed = tuple(axis for axis in data_axes(plan.mesh) if axis not in (*scattered, *partial))
+    if summed:
+        yield _ring(plan, leaf, "all_reduce", summed, each, gradient / degree(plan.mesh, scattered))
+    accumulated = leaf.bytes_on(plan.mesh, "accumulator")
+    last = tuple(axis for axis in _gathered_axes(leaf.optimizer, leaf.accumulator) if axis in partial)
+    if last:
+        yield _ring(plan, leaf, "reduce_scatter", last, 1, accumulated)
+    left = tuple(axis for axis in partial if axis not in spec_axes(leaf.optimizer.spec))
     if left:
-        yield _ring(plan, leaf, "all_reduce", left, times, gradient / degree(plan.mesh, scattered))
+        yield _ring(plan, leaf, "all_reduce", left, 1, accumulated / degree(plan.mesh, last))
 
 
 def _gathered_axes(sharded: Placement, whole: Placement) -> tuple[str, ...]:
