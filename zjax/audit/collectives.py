@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zjax.audit.groups import Groups, axes_of, parse_groups
-from zjax.audit.hlo import Computation, Instruction, Module
+from zjax.audit.hlo import Computation, HloParseError, Instruction, Module
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
 _MOVES = ("copy", "bitcast", "copy-start", "copy-done", "get-tuple-element", "reshape", "transpose", "convert", "slice-start", "slice-done")
@@ -68,6 +68,8 @@ def read_collective(module: Module, computation: Computation, x: Instruction, pl
     kind = base_kind(x.opcode)
     assert kind is not None
     operands = [operand.shape for operand in computation.operands(x)]
+    if not operands:
+        raise HloParseError(f"{x.name} takes no operands: are names printed without their %?")
     operand_bytes = sum(shape.bytes for shape in operands)
     emulates, note = "", ""
     if kind == "collective-permute":

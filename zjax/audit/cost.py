@@ -28,7 +28,10 @@ BOOKKEEPING_CALLS = {
 """Custom calls that are no kernels: the compiler's own notes, which cost nothing."""
 
 SPEED = {"f64": 0.25, "f32": 0.5, "s8": 2.0, "f8e4m3fn": 2.0, "f8e5m2": 2.0}
-"""Matrix-product speed of an operand dtype, relative to bf16."""
+"""Matrix-product speed of an operand dtype, relative to bf16 (f32 as TF32)."""
+
+TPU_PASSES = {"default": 1.0, "high": 3.0, "highest": 6.0}
+"""Runs of a TPU's bf16 matrix unit for one product of f32 operands: rounded by default, else as sums of bf16 numbers."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,15 @@ def _convolution_flops(computation: Computation, x: Instruction) -> float:
         last = (lhs.dims[lhs_labels.index(label)] - 1) * dilate_lhs
         pairs *= int(((place >= 0) & (place <= last) & (place % dilate_lhs == 0)).sum())
     per_pair = out.dims[out_labels.index("b")] * out.dims[out_labels.index("f")] * kernel.dims[kernel_labels.index("i")]
-    return 2.0 * pairs * per_pair / SPEED.get(lhs.dtype, 1.0)
+    return 2.0 * pairs * per_pair * _tpu_passes(lhs.dtype, x)
+
+
+def _tpu_passes(dtype: str, x: Instruction) -> float:
+    """Only TPU programs hold convolutions: GPU programs call cuDNN."""
+    if dtype == "s8":
+        return 0.5
+    precision = re.search(r"\w+", x.attributes.get("operand_precision", "default"))
+    return TPU_PASSES.get(precision.group(), 1.0) if dtype == "f32" and precision else 1.0
 
 
 def _window_numbers(window: dict[str, str], key: str, default: str, index: int) -> list[int]:

@@ -24,9 +24,12 @@ def parse_groups(text: str, devices: int) -> Groups:
     if text.startswith("mesh["):
         return _mesh_groups(text)
     if text.startswith("["):
-        tiles, rest = re.match(r"\[([\d,]+)\](.*)", text, re.S).groups()  # type: ignore[union-attr]
-        return _rows(_iota(rest).reshape(_ints(tiles)))
-    if text.startswith("{"):
+        found = re.fullmatch(r"\[(\d+),(\d+)\](<=.*)", text, re.S)
+        ids = _iota(found.group(3)) if found else None
+        if found is None or ids is None or ids.size != int(found.group(1)) * int(found.group(2)):
+            raise HloParseError(f"replica groups of an unknown form: {text[:120]!r}")
+        return _rows(ids.reshape(int(found.group(1)), int(found.group(2))))
+    if re.fullmatch(r"\{[\d,\s{}]*\}", text):
         groups = tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,\s]*)\}", text[1:-1]))
         return tuple(group for group in groups if group) or (tuple(range(devices)),)
     raise HloParseError(f"replica groups of an unknown form: {text[:120]!r}")
@@ -65,6 +68,9 @@ def _mesh_groups(text: str) -> Groups:
         name: (int(before or 1), int(size or sizes[name]))
         for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found.group(3))
     }
+    for name, (before, part) in used.items():
+        if sizes.get(name, 0) % (before * part) or name not in sizes:
+            raise HloParseError(f"replica groups over an axis that the mesh has not: {text[:120]!r}")
     for name, size in sizes.items():
         if name not in used:
             pieces.append((size, False))
@@ -80,12 +86,12 @@ def _mesh_groups(text: str) -> Groups:
 
 def _iota(text: str) -> np.ndarray:
     """`<=[4,2]T(1,0)` or `<=[8]`: the counting array in that shape, transposed."""
-    found = re.match(r"<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if not found:
+    found = re.fullmatch(r"<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text.strip())
+    shape = _ints(found.group(1)) if found else []
+    order = _ints(found.group(2)) if found and found.group(2) else list(range(len(shape)))
+    if not found or sorted(order) != list(range(len(shape))):
         raise HloParseError(f"iota of an unknown form: {text[:120]!r}")
-    shape = _ints(found.group(1))
-    array = np.arange(math.prod(shape)).reshape(shape)
-    return array.transpose(_ints(found.group(2))) if found.group(2) else array
+    return np.arange(math.prod(shape)).reshape(shape).transpose(order)
 
 
 def _ints(text: str) -> list[int]:

@@ -147,7 +147,10 @@ class Computation:
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
         """The instructions that it takes."""
-        return [self.instructions[name] for name in instruction.operands if name in self.instructions]
+        try:
+            return [self.instructions[name] for name in instruction.operands]
+        except KeyError as error:
+            raise HloParseError(f"{instruction.name} takes {error}, which is not in {self.name}") from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,9 +183,10 @@ _NAME = re.compile(r"%?([\w.\-]+)")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _METADATA = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|[^\s{}]+)')
-_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=?]*)\](\{[^{}]*\})?")
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\](\{[^{}]*\})?")
+_BETWEEN = re.compile(r"(?:[, ]|/\*.*?\*/)*")  # of a tuple's elements: `, /*index=5*/`
 _SPACE = re.compile(r"S\((\d+)\)")
-_STRUCTURE = re.compile(r'["()\[\]{}]')
+_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|["()\[\]{}]', re.S)  # a quoted string is one token
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+)\s+=\s+")
 _OPENING = {"(": ")", "[": "]", "{": "}"}
@@ -254,16 +258,12 @@ def _instruction(line: str, index: int) -> Instruction:
 
 def parse_shape(text: str, position: int = 0) -> tuple[Shape, int]:
     """The shape printed at a position, and the position after it."""
-    if text[position] == "(":
+    if text.startswith("(", position):
         elements: list[Shape] = []
         position += 1
         while True:
-            while text[position] in ", ":
-                position += 1
-            if text.startswith("/*", position):
-                position = text.index("*/", position) + 2
-                continue
-            if text[position] == ")":
+            position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
+            if text.startswith(")", position):
                 return Shape(elements=tuple(elements)), position + 1
             element, position = parse_shape(text, position)
             elements.append(element)
@@ -281,15 +281,11 @@ def parse_shape(text: str, position: int = 0) -> tuple[Shape, int]:
 def _balanced(text: str, position: int) -> int:
     """The position after the bracket that closes the one at `position`; quoted brackets do not count."""
     stack = []
-    quoted = False
     for found in _STRUCTURE.finditer(text, position):
         char = found.group()
-        if char == '"':
-            if not (quoted and text[found.start() - 1] == "\\"):
-                quoted = not quoted
-        elif quoted:
+        if len(char) > 1:
             continue
-        elif char in _OPENING:
+        if char in _OPENING:
             stack.append(_OPENING[char])
         elif stack and char == stack[-1]:
             stack.pop()
@@ -302,20 +298,15 @@ def _balanced(text: str, position: int) -> int:
 
 def _split_attributes(text: str) -> Iterator[tuple[str, str]]:
     """(name, value) of a comma-separated list, commas inside brackets and quotes not counted."""
-    depth, quoted, start = 0, False, 0
+    depth, start = 0, 0
     pieces = []
     for found in _SEPARATORS.finditer(text):
         char = found.group()
-        if char == '"':
-            if not (quoted and text[found.start() - 1] == "\\"):
-                quoted = not quoted
-        elif quoted:
-            continue
-        elif char in "([{":
+        if char in "([{":
             depth += 1
         elif char in ")]}":
             depth -= 1
-        elif depth == 0:
+        elif char == "," and depth == 0:
             pieces.append(text[start : found.start()])
             start = found.end()
     pieces.append(text[start:])
@@ -330,7 +321,7 @@ def _split_attributes(text: str) -> Iterator[tuple[str, str]]:
             yield name, value
 
 
-_SEPARATORS = re.compile(r'["()\[\]{},]')
+_SEPARATORS = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]', re.S)
 
 
 def _frames(lines: list[str]) -> dict[int, str]:

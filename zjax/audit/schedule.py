@@ -158,7 +158,7 @@ class _Follower:
         if base_kind(x.opcode):
             run = self._run(computation, x)
             if x.opcode.endswith("-start"):
-                run.is_async = True
+                run.is_async = not _is_synchronous(x)
                 started.append((x.name, run))
             else:
                 blocking.append(run)
@@ -211,6 +211,12 @@ class _Follower:
             self._runs[key] = Run(collective, computation.name)
             self.timeline.runs.append(self._runs[key])
         return self._runs[key]
+
+
+def _is_synchronous(x: Instruction) -> bool:
+    """A GPU prints start and done for collectives that it runs in the order of its kernels too, and says so."""
+    config = x.backend_config.get("collective_backend_config")
+    return isinstance(config, dict) and config.get("is_sync") is True
 
 
 def _origin(computation: Computation, x: Instruction) -> str:

@@ -17,6 +17,8 @@ class Scope:
 
     computation: Computation
     arguments: Mapping[int, tuple[Scope, str]]
+    first: bool = False
+    """Of a loop: whether this is its first iteration, or any."""
 
 
 def trip_count(module: Module, scope: Scope, loop: Instruction) -> int | None:
@@ -27,17 +29,54 @@ def trip_count(module: Module, scope: Scope, loop: Instruction) -> int | None:
     found = re.search(r"known_trip_count\W+n\W+(\d+)", loop.attribute_text)
     if found:
         return int(found.group(1))
-    condition = module.computations[dict(loop.called)["condition"]]
-    compare = _compare(module, Scope(condition, {0: (scope, loop.operands[0])}))
+    called, given = dict(loop.called), {0: (scope, loop.operands[0])}
+    compare = _compare(module, Scope(module.computations[called["condition"]], given, first=True))
     if compare is None:
         return None
     inside, comparison = compare
-    # The induction variable resolves to its value before the loop, the bound to itself; steps are of 1 in jax's loops.
+    body = Scope(module.computations[called["body"]], given, first=True)
     low, high = (_constant(module, inside, name) for name in comparison.operands)
-    if low is None or high is None:
+    next_low, next_high = (_in_next_iteration(module, inside, name, body) for name in comparison.operands)
+    if low is None or high is None or next_low is None or next_high is None:
         return None
-    count = {"LT": high - low, "LE": high - low + 1, "GT": low - high, "GE": low - high + 1, "NE": abs(high - low)}
-    return max(0, count[comparison.attributes["direction"]]) if comparison.attributes.get("direction") in count else None
+    # Steps are not always of 1: the compiler's own windowed products take two shards an iteration.
+    return _iterations(comparison.attributes.get("direction", ""), high - low, (high - low) - (next_high - next_low))
+
+
+def _iterations(direction: str, gap: int, closed: int) -> int | None:
+    """How often a gap of `high - low` is compared and found open, where every iteration closes it by `closed`."""
+    if direction in ("GT", "GE"):
+        gap, closed = -gap, -closed
+    if direction in ("LT", "GT") and closed > 0:
+        return max(0, -(-gap // closed))
+    if direction in ("LE", "GE") and closed > 0:
+        return max(0, gap // closed + 1)
+    if direction == "NE" and closed and gap % closed == 0:
+        return gap // closed if gap // closed >= 0 else None
+    return None
+
+
+def _in_next_iteration(module: Module, inside: Scope, name: str, body: Scope) -> int | None:
+    """The integer that a side of the condition's comparison is after one iteration."""
+    slot = _slot(inside, name)
+    if slot is None:
+        return _constant(module, inside, name)
+    root = body.computation.root
+    return _constant(module, body, root.operands[slot]) if root.opcode == "tuple" else None
+
+
+def _slot(inside: Scope, name: str) -> int | None:
+    """The element of the loop's tuple that an instruction of its condition is, or None."""
+    while True:
+        x = inside.computation.instructions[name]
+        if x.opcode == "get-tuple-element":
+            return int(x.attributes["index"])
+        if x.opcode == "parameter" and not inside.first and int(x.operand_text) in inside.arguments:
+            inside, name = inside.arguments[int(x.operand_text)]
+        elif x.opcode in _PASS_THROUGH:
+            name = x.operands[0]
+        else:
+            return None
 
 
 def _compare(module: Module, scope: Scope) -> tuple[Scope, Instruction] | None:
@@ -67,7 +106,7 @@ def _constant(module: Module, scope: Scope, name: str, depth: int = 0) -> int | 
         bound = scope.arguments.get(int(x.operand_text))
         return _constant(module, *bound, depth + 1) if bound else None
     if x.opcode == "get-tuple-element":
-        element = _element(scope, x.operands[0], int(x.attributes["index"]), depth)
+        element = _element(module, scope, x.operands[0], int(x.attributes["index"]), depth)
         return _constant(module, *element, depth + 1) if element else None
     if x.opcode == "fusion":
         inside = inner_scope(module, scope, x, dict(x.called)["calls"])
@@ -80,7 +119,7 @@ def _constant(module: Module, scope: Scope, name: str, depth: int = 0) -> int | 
     return None
 
 
-def _element(scope: Scope, name: str, index: int, depth: int) -> tuple[Scope, str] | None:
+def _element(module: Module, scope: Scope, name: str, index: int, depth: int) -> tuple[Scope, str] | None:
     """Where element `index` of a tuple comes from: through parameters to the tuple that built it."""
     while depth < 64:
         depth += 1
@@ -91,11 +130,39 @@ def _element(scope: Scope, name: str, index: int, depth: int) -> tuple[Scope, st
             return scope, x.operands[index]
         if x.opcode == "parameter":
             bound = scope.arguments.get(int(x.operand_text))
-            if bound is None:
+            if bound is None or not (scope.first or _is_kept(module, scope.computation, index)):
                 return None
             scope, name = bound
-        elif x.opcode in ("while", "copy", "opt-barrier"):  # a loop-invariant slot is what the loop was given
+        elif x.opcode == "while":
+            if not _is_kept(module, module.computations[dict(x.called)["body"]], index):
+                return None
+            name = x.operands[0]
+        elif x.opcode in ("copy", "opt-barrier"):
             name = x.operands[0]
         else:
             return None
     return None
+
+
+def _is_kept(module: Module, body: Computation, index: int) -> bool:
+    """Whether a loop's body hands on element `index` of its tuple as it came; a computation that returns no tuple is no body."""
+    if body.root.shape.elements is None:
+        return True
+    if body.root.opcode != "tuple" or index >= len(body.root.operands):
+        return False
+    x = body.instructions[body.root.operands[index]]
+    while True:
+        if x.opcode in _PASS_THROUGH:
+            x = body.instructions[x.operands[0]]
+            continue
+        if x.opcode != "get-tuple-element":
+            return False
+        source, number = body.instructions[x.operands[0]], int(x.attributes["index"])
+        if source.opcode == "parameter":
+            return number == index
+        if source.opcode != "while" or not _is_kept(module, module.computations[dict(source.called)["body"]], number):
+            return False
+        before = body.instructions[source.operands[0]]  # the inner loop kept it: go on before that loop
+        if before.opcode != "tuple":
+            return False
+        x = body.instructions[before.operands[number]]
