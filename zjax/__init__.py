@@ -14,6 +14,7 @@ from zjax.config import (
     TrainConfig,
     ZeroConfig,
 )
+from zjax.layers import scan_layers
 from zjax.mesh import abstract_mesh, make_mesh
 from zjax.plan import LeafPlan, Placement, Plan, build_plan, bytes_per_device
 from zjax.state import TrainState, init_state

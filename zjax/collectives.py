@@ -56,12 +56,12 @@ def gather(plan: Plan, leaf: LeafPlan, x: jax.Array | LocalParam) -> jax.Array:
     return checkpoint_name(_constrained_both_ways(plan.mesh, spec_of(leaf.forward, layer), spec_of(leaf.accumulator, layer))(x), GATHERED)
 
 
-def gather_value(plan: Plan, leaf: LeafPlan, x: jax.Array | LocalParam) -> jax.Array:
+def gather_value(plan: Plan, leaf: LeafPlan, value: jax.Array) -> jax.Array:
     """The forward of `gather` alone, for layer loops with a derivative rule of their own."""
     assert leaf.forward is not None
-    if isinstance(x, LocalParam):
-        return _all_gather(plan, leaf, x.value)
-    return constrain(plan.mesh, x, spec_of(leaf.forward, is_layer(leaf, x)))
+    if plan.engine == "explicit":
+        return _all_gather(plan, leaf, value)
+    return constrain(plan.mesh, value, spec_of(leaf.forward, is_layer(leaf, value)))
 
 
 def reduce_gradient(plan: Plan, leaf: LeafPlan, gradient: jax.Array, *, layer: bool) -> jax.Array:

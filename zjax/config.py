@@ -119,7 +119,12 @@ class ZeroConfig:
     """How data is moved: `partitioner` (XLA's SPMD partitioner, by sharding constraints), `explicit` (collectives written
     out in `shard_map`), or `auto`, which picks one for the mesh and says why."""
 
+    prefetch: int = 1
+    """Layers whose weights `scan_layers` gathers ahead: 0 or 1. Takes effect with `remat="full"` (FSDP forward_prefetch and
+    BACKWARD_PRE, DeepSpeed stage3_prefetch_bucket_size)."""
+
     def __post_init__(self) -> None:
+        _require(self.prefetch in (0, 1), "zero.prefetch", self.prefetch, "must be 0 or 1 layers")
         _require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "must be 0, 1, 2 or 3")
         _require(
             isinstance(self.reshard_after_forward, bool),

@@ -65,7 +65,7 @@ def fully_shard(block: Any, *, at: str, remat: str | RematPolicy | None = None) 
     Raises (when a step is traced):
       ValueError: a leaf whose path or shape differs from the plan's.
     """
-    policy = _policy(remat)
+    policy = remat_policy(remat)
     if isinstance(block, type) and issubclass(block, nnx.Module):
         return _unit_class(block, at, policy)
     if isinstance(block, nnx.Module):
@@ -75,7 +75,7 @@ def fully_shard(block: Any, *, at: str, remat: str | RematPolicy | None = None) 
 
     @functools.wraps(block)
     def unit(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        return _run(_on_rows(block), at, policy, params, args, kwargs)
+        return _run(on_rows_of(block), at, policy, params, args, kwargs)
 
     return unit
 
@@ -88,10 +88,10 @@ def _run(
         return jax.checkpoint(lambda p: block(p, *args, **kwargs), policy=policy)(params) if policy else block(params, *args, **kwargs)
     plan = tracing.plan
     if tracing.recording is not None:
-        _check_shapes(plan, at, params)
-        with _noted([_join(at, name) for name, _ in named_leaves(params)], at):
+        check_shapes(plan, at, params)
+        with _noted([join(at, name) for name, _ in named_leaves(params)], at):
             return block(params, *args, **kwargs)
-    _check_shapes(plan, at, params)
+    check_shapes(plan, at, params)
     # Arguments are closed over, so that static ones (strings, booleans) stay static under jax.checkpoint.
     if plan.zero.reshard_after_forward:
         saved = policy or jax.checkpoint_policies.everything_saveable
@@ -101,7 +101,7 @@ def _run(
     return jax.checkpoint(lambda p: block(p, *args, **kwargs), policy=policy)(gathered) if policy else block(gathered, *args, **kwargs)
 
 
-def _on_rows(block: Callable[..., Any]) -> Callable[..., Any]:
+def on_rows_of(block: Callable[..., Any]) -> Callable[..., Any]:
     """`block(params, x, ...)` with `x` and its outputs of as many rows kept on the data axes.
 
     One missing constraint on the residual stream makes XLA gather activations, at several times the traffic.
@@ -118,7 +118,8 @@ def _on_rows(block: Callable[..., Any]) -> Callable[..., Any]:
     return on_rows
 
 
-def _policy(remat: str | RematPolicy | None) -> RematPolicy | None:
+def remat_policy(remat: str | RematPolicy | None) -> RematPolicy | None:
+    """The `jax.checkpoint` policy that a remat argument names; ValueError for an unknown name."""
     if remat is None or callable(remat):
         return remat
     named = {
@@ -136,15 +137,23 @@ def _gather_unit(plan: Plan, at: str, params: PyTree) -> PyTree:
     owners = plan_context.value.owners
     gathered = []
     for name, x in named_leaves(params, is_leaf=is_local):
-        path = _join(at, name)
-        if owners is None and _recorded.get() is not None:
-            _recorded.get().setdefault(path, set()).add(at)
-        gathered.append(gather(plan, plan.params[path], x) if owners is None or (path, at) in owners else x)
+        path = join(at, name)
+        mine = owners is None or (path, at) in owners
+        if mine:
+            record_gathered([path], at)
+        gathered.append(gather(plan, plan.params[path], x) if mine else x)
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_local), gathered)
 
 
 _recorded: contextvars.ContextVar[Any] = contextvars.ContextVar("zjax_marked", default=None)
 _around: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("zjax_marks_around", default=())
+
+
+def record_gathered(paths: list[str], at: str) -> None:
+    """Notes, for `record_marked`, that the mark at `at` gathers these parameters."""
+    if (seen := _recorded.get()) is not None:
+        for path in paths:
+            seen.setdefault(path, set()).add(at)
 
 
 @contextlib.contextmanager
@@ -186,9 +195,10 @@ def unit_owners(plan: Plan, loss: Callable[[], Any]) -> frozenset[tuple[str, str
     return frozenset((path, next(iter(ats))) for path, ats in marked.items() if len(ats) == 1)
 
 
-def _check_shapes(plan: Plan, at: str, params: PyTree) -> None:
+def check_shapes(plan: Plan, at: str, params: PyTree) -> None:
+    """ValueError unless every parameter below `at` has a path and a shape of the plan (or of one of its layers)."""
     for name, x in named_leaves(params, is_leaf=is_local):
-        path = _join(at, name)
+        path = join(at, name)
         leaf = plan.params.get(path)
         if leaf is None:
             raise ValueError(f"fully_shard(at={at!r}): the plan has no parameter {path!r}; it has {', '.join(list(plan.params)[:12])}")
@@ -201,7 +211,8 @@ def _check_shapes(plan: Plan, at: str, params: PyTree) -> None:
             raise ValueError(f"fully_shard(at={at!r}): {path} arrives with shape {shape}, but the plan has {whole}{hint}")
 
 
-def _join(at: str, name: str) -> str:
+def join(at: str, name: str) -> str:
+    """The path of a parameter in the whole pytree, from that of its unit and its own."""
     return "/".join(part for part in (at, name) if part)
 
 
@@ -211,7 +222,7 @@ def _unit_class(cls: type, at: str, policy: RematPolicy | None) -> type:
 
         def run(params: PyTree, *args: Any, **kwargs: Any) -> Any:
             module = nnx.merge(graphdef, params, rest)
-            out = _on_rows(lambda _, *a, **k: cls.__call__(module, *a, **k))(params, *args, **kwargs)
+            out = on_rows_of(lambda _, *a, **k: cls.__call__(module, *a, **k))(params, *args, **kwargs)
             return out, nnx.split(module, nnx.Param, ...)[2]
 
         out, new_rest = _run(run, at, policy, nnx.to_pure_dict(params), args, kwargs)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zjax.config import ConfigError, ModelConfig
+from zjax.layers import scan_layers
 from zjax.units import fully_shard
 
 UNITS = ("embed", "layers[*]", "head")
@@ -192,8 +193,7 @@ class LlamaFunctions:
         embed, block, head = self.functions()
         x_BTD = fully_shard(embed, at="embed")(params["embed"], tokens_BT)
         rotary = rotary_table(self.config, length)
-        layer = fully_shard(block, at="layers", remat=self.remat)
-        x_BTD, _ = jax.lax.scan(lambda x, weights: (layer(weights, x, rotary), None), x_BTD, params["layers"])
+        x_BTD = scan_layers(block, params["layers"], x_BTD, rotary, at="layers", remat=self.remat)
         if not self.config.tied:
             return fully_shard(head, at="head")(params["head"], x_BTD, None)
         tied = {"embed": params["embed"], "head": params["head"]}

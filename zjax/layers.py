@@ -1,0 +1,206 @@
+"""The layer loop with its own derivative rule: the next layer's weights travel while this one computes.
+
+Forward: layer i+1 is gathered beside layer i's arithmetic. Backward: only each layer's input was kept; layer i-1 is
+gathered while layer i is computed again and differentiated, and in the explicit engine the gradient of layer i+1 is
+scattered meanwhile. XLA does not prefetch across rematerialised layers by itself. FSDP's forward_prefetch and
+BACKWARD_PRE, DeepSpeed's stage3_prefetch_bucket_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zjax.collectives import LocalParam, gather_value, is_local, reduce_gradient
+from zjax.plan import Plan
+from zjax.tree import PyTree, named_leaves
+from zjax.units import Tracing, check_shapes, fully_shard, join, on_rows_of, plan_context, record_gathered
+
+Block = Callable[..., Any]
+
+
+def scan_layers(
+    block: Block,
+    stacked: PyTree,
+    x: PyTree,
+    *args: Any,
+    at: str,
+    per_layer: PyTree = None,
+    has_aux: bool = False,
+    prefetch: int | None = None,
+    remat: Any = "full",
+) -> Any:
+    """Runs `x = block(params, x, *args)` over stacked layers, each a unit like `fully_shard(block, at=at)`.
+
+    Args:
+      block: `block(params, x, *args) -> x`, with one layer's parameters; `(x, aux)` if `has_aux`; takes one more last
+        argument, that layer's slice of `per_layer`, if there is one.
+      stacked: the layers' parameters, dim 0 counting layers; a unit `at[*]` of the plan.
+      x: the residual stream: an array or a pytree, rows in dim 0.
+      args: given to every layer alike; arrays in them are differentiated, other values are static.
+      at: path of `stacked` in the params pytree.
+      per_layer: a pytree of arrays with a leading layer dim (keys, flags), or None.
+      prefetch: 1 gathers one layer ahead, with this file's derivative rule; 0 is a plain scan over the marked block; by
+        default the plan's `zero.prefetch`.
+      remat: as in `fully_shard`. The derivative rule keeps layer inputs only (`"full"`); with another policy, with
+        `reshard_after_forward=False` and outside a step, the loop is the plain one.
+
+    Returns:
+      x after the last layer; with `has_aux` also the layers' aux, stacked.
+    """
+    if prefetch not in (None, 0, 1):
+        raise ValueError(f"scan_layers: prefetch={prefetch!r}: must be 0 or 1 layers")
+    lengths = {leaf.shape[0] for leaf in jax.tree.leaves((stacked, per_layer))}
+    if len(lengths) != 1:
+        raise ValueError(f"scan_layers(at={at!r}): every leaf needs the same number of layers in dim 0; got {sorted(lengths)}")
+    tracing: Tracing | None = plan_context.value
+    zero = tracing.plan.zero if tracing is not None and tracing.recording is None else None
+    ahead = zero is not None and zero.reshard_after_forward and remat == "full" and (zero.prefetch if prefetch is None else prefetch)
+    if tracing is None or not ahead:
+        return _plain(fully_shard(block, at=at, remat=remat), stacked, x, args, per_layer, has_aux)
+    return _prefetched(tracing, block, stacked, x, args, per_layer, has_aux, at, lengths.pop())
+
+
+def _plain(unit: Block, stacked: PyTree, x: PyTree, args: tuple[Any, ...], per_layer: PyTree, has_aux: bool) -> Any:
+    def body(x: PyTree, layer: tuple[PyTree, PyTree]) -> tuple[PyTree, Any]:
+        params, extra = layer
+        out = unit(params, x, *args, *(() if per_layer is None else (extra,)))
+        return out if has_aux else (out, None)
+
+    x, aux = jax.lax.scan(body, x, (stacked, per_layer))
+    return (x, aux) if has_aux else x
+
+
+def _prefetched(
+    tracing: Tracing, block: Block, stacked: PyTree, x: PyTree, args: tuple[Any, ...], per_layer: PyTree, has_aux: bool, at: str, n: int
+) -> Any:
+    plan = tracing.plan
+    check_shapes(plan, at, stacked)
+    named = named_leaves(stacked, is_leaf=is_local)
+    treedef = jax.tree.structure(stacked, is_leaf=is_local)
+    leaves = [plan.params[join(at, name)] for name, _ in named]
+    # In the explicit engine, what the root unit has gathered arrives whole and is left alone.
+    mine = [plan.engine == "partitioner" or is_local(leaf) for _, leaf in named]
+    record_gathered([leaf.name for leaf, owned in zip(leaves, mine, strict=True) if owned], at)
+    values = [leaf.value if isinstance(leaf, LocalParam) else leaf for _, leaf in named]
+    carriers = [leaf.gradient if isinstance(leaf, LocalParam) else leaf for _, leaf in named]
+    arrays, static = _split_arrays(args)
+    unit = on_rows_of(block)
+
+    def layer(weights: list[jax.Array], x: PyTree, arrays: list[Any], extra: PyTree) -> tuple[PyTree, Any]:
+        out = unit(jax.tree.unflatten(treedef, weights), x, *_merge_arrays(arrays, static), *(() if per_layer is None else (extra,)))
+        return out if has_aux else (out, None)
+
+    def weights_of(values: list[jax.Array], i: Any) -> list[jax.Array]:
+        sliced = [jax.lax.dynamic_index_in_dim(value, i, 0, keepdims=False) for value in values]
+        return [gather_value(plan, leaf, x) if owned else x for leaf, x, owned in zip(leaves, sliced, mine, strict=True)]
+
+    def reduced(gradient: list[jax.Array]) -> list[jax.Array]:
+        return [reduce_gradient(plan, leaf, g, layer=True) if owned else g for leaf, g, owned in zip(leaves, gradient, mine, strict=True)]
+
+    run = _with_rule(plan, layer, weights_of, reduced, n)
+    x, aux = run([jax.lax.stop_gradient(value) for value in values], carriers, x, arrays, per_layer)
+    return (x, aux) if has_aux else x
+
+
+def _with_rule(plan: Plan, layer: Any, weights_of: Any, reduced: Any, n: int) -> Any:
+    """The loop as a function with its derivative: (values, carriers, x, arrays, per_layer) -> (x, aux)."""
+    at_layer = lambda tree, i: jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False), tree)  # noqa: E731
+
+    @jax.custom_vjp
+    def run(values: Any, carriers: Any, x: Any, arrays: Any, per_layer: Any) -> Any:
+        return forward(values, carriers, x, arrays, per_layer)[0]
+
+    def forward(values: Any, carriers: Any, x: Any, arrays: Any, per_layer: Any) -> Any:
+        def body(carry: Any, i: Any) -> Any:
+            x, weights = carry
+            ahead = weights_of(values, i + 1)
+            y, aux = layer(weights, x, arrays, at_layer(per_layer, i))
+            return (y, ahead), (x, aux)
+
+        # The last layer stands outside the loop: inside, it would gather a layer too many.
+        (x, weights), (inputs, aux) = jax.lax.scan(body, (x, weights_of(values, 0)), jnp.arange(n - 1))
+        y, last_aux = layer(weights, x, arrays, at_layer(per_layer, n - 1))
+        aux = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), aux, last_aux)
+        # Its weights are kept: the backward begins with them.
+        return (y, aux), (values, carriers, arrays, per_layer, inputs, x, weights)
+
+    def differentiate(weights: Any, x: Any, arrays: Any, extra: Any, gradient: Any) -> Any:
+        floats, rest = _split_floats((arrays, extra))
+        _, vjp = jax.vjp(lambda w, x, floats: layer(w, x, *_merge_floats(floats, rest)), weights, x, floats)
+        return vjp(gradient)
+
+    def backward(residuals: Any, gradient: Any) -> Any:
+        values, carriers, arrays, per_layer, inputs, x, weights = residuals
+        gy, gaux = gradient
+        late, gx, gfloats = differentiate(weights, x, arrays, at_layer(per_layer, n - 1), (gy, at_layer(gaux, n - 1)))
+        total = [jnp.zeros_like(carrier) for carrier in carriers]
+        put = lambda total, g, i: [jax.lax.dynamic_update_index_in_dim(t, each, i, 0) for t, each in zip(total, g, strict=True)]  # noqa: E731
+        split = lambda gfloats: _split_shared(gfloats, arrays, per_layer)  # noqa: E731
+        gshared, glast = split(gfloats)
+
+        def body(carry: Any, xs: Any) -> Any:
+            gx, weights, late, total, gshared = carry
+            i, x = xs
+            # The carried gradient is scattered, and the layer before gathered, while this layer is differentiated.
+            total = put(total, reduced(late), i + 1)
+            before = weights_of(values, jnp.maximum(i - 1, 0))
+            late, gx, gfloats = differentiate(weights, x, arrays, at_layer(per_layer, i), (gx, at_layer(gaux, i)))
+            shared, extra = split(gfloats)
+            return (gx, before, late, total, jax.tree.map(jnp.add, gshared, shared)), extra
+
+        start = (gx, weights_of(values, max(n - 2, 0)), late, total, gshared)
+        (gx, _, late, total, gshared), gextra = jax.lax.scan(body, start, (jnp.arange(n - 1), inputs), reverse=True)
+        total = put(total, reduced(late), 0)
+        gextra = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), gextra, glast)
+        return None, total, gx, _full_cotangent(arrays, gshared), _full_cotangent(per_layer, gextra)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _split_floats(tree: PyTree) -> tuple[list[Any], tuple[list[Any], Any]]:
+    """Differentiable leaves, and what is needed to put them back among the others."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return [leaf for leaf in leaves if _is_float(leaf)], ([None if _is_float(leaf) else leaf for leaf in leaves], treedef)
+
+
+def _merge_floats(floats: list[Any], rest: tuple[list[Any], Any]) -> Any:
+    supply = iter(floats)
+    leaves, treedef = rest
+    return jax.tree.unflatten(treedef, [next(supply) if leaf is None else leaf for leaf in leaves])
+
+
+def _split_shared(gfloats: list[Any], arrays: Any, per_layer: Any) -> tuple[list[Any], list[Any]]:
+    """Gradients of what all layers share, and of this layer's own inputs."""
+    count = sum(map(_is_float, jax.tree.leaves(arrays)))
+    return gfloats[:count], gfloats[count:]
+
+
+def _full_cotangent(tree: PyTree, gfloats: list[Any]) -> PyTree:
+    """A cotangent for the whole tree: float0 for leaves that are not differentiable."""
+    supply = iter(gfloats)
+    return jax.tree.map(lambda leaf: next(supply) if _is_float(leaf) else jnp.zeros(leaf.shape, jax.dtypes.float0), tree)
+
+
+def _split_arrays(args: tuple[Any, ...]) -> tuple[list[jax.Array], tuple[Any, list[Any]]]:
+    """The arrays among the arguments, and a template with everything else, which stays static."""
+    leaves, treedef = jax.tree.flatten(args)
+    is_array = lambda leaf: hasattr(leaf, "dtype") and hasattr(leaf, "shape")  # noqa: E731
+    return [jnp.asarray(leaf) for leaf in leaves if is_array(leaf)], (treedef, [_ARRAY if is_array(leaf) else leaf for leaf in leaves])
+
+
+def _merge_arrays(arrays: list[Any], static: tuple[Any, list[Any]]) -> tuple[Any, ...]:
+    treedef, template = static
+    supply = iter(arrays)
+    return jax.tree.unflatten(treedef, [next(supply) if leaf is _ARRAY else leaf for leaf in template])
+
+
+_ARRAY = object()
