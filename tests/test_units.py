@@ -421,6 +421,19 @@ def test_gathered_weights_are_not_kept_from_forward_to_backward(remat):
     assert temp_bytes(remat, keep=True) - temp_bytes(remat) > (LAYERS - 1) * a_layer
 
 
+@pytest.mark.parametrize(("stage", "cut"), [(1, False), (2, True), (3, True)])
+def test_the_gradient_of_each_layer_is_asked_for_in_shards_as_soon_as_it_is_there(stage, cut):
+    """XLA on CPU makes the same all-reduce of both; TPU and GPU make a reduce-scatter of what is asked for in shards."""
+    text = lowered(marked(), stage=stage).as_text()
+    layers = re.findall(rf"sharding_constraint .*<@mesh, \[(.*)\]> : tensor<{WIDTH}x{HIDDEN}xf32>", text)
+    assert set(layers) == ({"{}, {}", '{}, {"fsdp"}'} if cut else {"{}, {}"})
+
+
+@pytest.mark.parametrize("remat", [None, "full"])
+def test_stage_3_never_holds_all_layers_of_a_weight_or_its_gradient_whole(remat):
+    assert not re.search(rf"\[{LAYERS},({WIDTH},{HIDDEN}|{HIDDEN},{WIDTH})\]", compiled(remat).as_text())
+
+
 def test_temporary_memory_grows_with_layers_by_activations_not_by_gathered_weights():
     """pytorch/xla #6379: gathered weights cached from forward to backward make 16 layers cost 16."""
     deeper = {"layers": {"w": (32, 128, 128)}}
