@@ -196,11 +196,16 @@ def _added_axes(whole: P, sharded: P, among: set[str]) -> list[tuple[int, tuple[
 
 
 def _scatter_dims(plan: Plan, x: jax.Array, dims: Sequence[tuple[int, tuple[str, ...]]]) -> jax.Array:
-    """Reduce-scatters, one mesh axis after the other: over several torus dims at once a TPU makes it an all-reduce."""
+    """Reduce-scatters, one mesh axis after the other: over several torus dims at once a TPU makes it an all-reduce.
+
+    The scattered dim is moved to the front: a minor dim cut into pieces that are no multiple of a TPU's 128 lanes would
+    make it an all-reduce too.
+    """
     for dim, axes in dims:
+        moved = jnp.moveaxis(x, dim, 0)
         for axis in axes:
-            wide = _widened(plan, x)
-            x = jax.lax.psum_scatter(wide, axis, scatter_dimension=dim, tiled=True).astype(x.dtype)
+            moved = jax.lax.psum_scatter(_widened(plan, moved), axis, scatter_dimension=0, tiled=True).astype(x.dtype)
+        x = jnp.moveaxis(moved, 0, dim)
     return x
 
 

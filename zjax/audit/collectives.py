@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from zjax.audit.groups import Groups, axes_of, parse_groups
 from zjax.audit.hlo import Computation, HloParseError, Instruction, Module
+from zjax.mesh import logical_axis
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
 _MOVES = ("copy", "bitcast", "copy-start", "copy-done", "get-tuple-element", "reshape", "transpose", "convert", "slice-start", "slice-done")
@@ -30,7 +31,7 @@ class Collective:
     wire_bytes: float
     group_size: int
     axes: tuple[str, ...]
-    """Mesh axes it runs over."""
+    """Logical mesh axes it runs over."""
     between: bool
     """Whether a group spans hosts or slices."""
     torus_dims: int
@@ -93,7 +94,7 @@ def read_collective(module: Module, computation: Computation, x: Instruction, pl
         operand_bytes=operand_bytes,
         wire_bytes=wire,
         group_size=size,
-        axes=axes_of(groups, place.mesh),
+        axes=tuple(dict.fromkeys(map(logical_axis, axes_of(groups, place.mesh)))),
         between=any(len({place.hosts[device] for device in group}) > 1 for group in groups),
         torus_dims=_torus_dims(groups, place),
         emulates=emulates,
