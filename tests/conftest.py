@@ -1,5 +1,6 @@
 """Every test runs on 8 simulated CPU devices."""
 
+import os
 import warnings
 
 import jax
@@ -15,3 +16,13 @@ def _donation_warnings_fail():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*[Dd]onated.*")
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def audit_cache(tmp_path_factory):
+    """Audited programs compile once a test session, in whichever worker comes first; the user's cache is left alone."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "audits"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZJAX_CACHE_DIR", str(folder))
+        yield folder

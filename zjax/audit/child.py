@@ -6,6 +6,7 @@ and writes the compiled program's text and memory figures.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ from typing import Any
 
 import cloudpickle
 
+from zjax.audit.collectives import Place
 from zjax.audit.targets import Target, open_devices, place_of
 from zjax.config import MeshConfig
 
@@ -61,20 +63,18 @@ def compile_request(request: Request, response: Path) -> dict[str, Any]:
     place = place_of(request.target, mesh.shape, mesh.devices.ravel().tolist())
     answer: dict[str, Any] = {"mesh": dict(mesh.shape), "hosts": place.hosts, "coords": place.coords, "marked": sorted(marked)}
 
-    cached = _cache_entry(request, lowered.as_text())
-    if cached is None or not (cached / "compiled.json").exists():
+    entry = _cache_entry(request, place, lowered.as_text())
+    found = _load(entry)
+    if found is None:
         started = time.perf_counter()
         compiled = lowered.compile(compiler_options=request.compiler_options or None)
         seconds = time.perf_counter() - started
-        (response / "hlo.txt").write_text(compiled.as_text())
-        figures = _memory(compiled.memory_analysis()) | {"compile_seconds": seconds}
-        (response / "compiled.json").write_text(json.dumps(figures))
-        if cached is not None:
-            _store(response, cached)
+        hlo, figures = compiled.as_text(), _memory(compiled.memory_analysis()) | {"compile_seconds": seconds}
+        _store(entry, hlo, figures)
     else:
-        for name in ("hlo.txt", "compiled.json"):
-            shutil.copy(cached / name, response / name)
-    return answer | json.loads((response / "compiled.json").read_text())
+        hlo, figures = found
+    (response / "hlo.txt").write_text(hlo)
+    return answer | figures
 
 
 def _memory(analysis: Any) -> dict[str, int]:
@@ -83,7 +83,7 @@ def _memory(analysis: Any) -> dict[str, int]:
     return sizes | {"peak": int(getattr(analysis, "peak_memory_in_bytes", 0) or 0)}
 
 
-def _cache_entry(request: Request, lowered: str) -> Path | None:
+def _cache_entry(request: Request, place: Place, lowered: str) -> Path | None:
     """The directory of this program in the cache: its name is a hash of all that decides what is compiled."""
     if not request.cache:
         return None
@@ -98,21 +98,34 @@ def _cache_entry(request: Request, lowered: str) -> Path | None:
             versions.append(version(compiler.replace("_", "-")))
         except ModuleNotFoundError:
             versions.append("none")
-    parts = [lowered, repr(request.target), repr(sorted(request.compiler_options.items())), os.environ.get("XLA_FLAGS", ""), *versions]
+    options = repr(sorted(request.compiler_options.items()))
+    parts = [lowered, repr(request.target), repr(place), options, os.environ.get("XLA_FLAGS", ""), *versions]
     return Path(request.cache) / hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _store(response: Path, entry: Path) -> None:
-    """Puts the compiled program into the cache whole or not at all: several processes may compile the same."""
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    temporary = entry.with_name(f"{entry.name}.{os.getpid()}")
-    temporary.mkdir()
-    for name in ("hlo.txt", "compiled.json"):
-        shutil.copy(response / name, temporary / name)
+def _load(entry: Path | None) -> tuple[str, dict[str, Any]] | None:
+    """The text and figures of a whole entry; None where there is none, or a damaged one."""
+    if entry is None:
+        return None
     try:
+        hlo, figures = (entry / "hlo.txt").read_text(), json.loads((entry / "compiled.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return (hlo, figures) if figures.pop("hlo_length", None) == len(hlo) else None
+
+
+def _store(entry: Path | None, hlo: str, figures: dict[str, Any]) -> None:
+    """Puts the compiled program into the cache whole or not at all: several processes may compile the same."""
+    if entry is None:
+        return
+    temporary = entry.with_name(f"{entry.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):  # without a cache there is still an answer
+        temporary.mkdir(parents=True)
+        (temporary / "hlo.txt").write_text(hlo)
+        (temporary / "compiled.json").write_text(json.dumps(figures | {"hlo_length": len(hlo)}))
+        shutil.rmtree(entry, ignore_errors=True)  # a damaged one
         temporary.rename(entry)
-    except OSError:  # another process was first
-        shutil.rmtree(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 if __name__ == "__main__":

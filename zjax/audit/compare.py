@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import itertools
 import json
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from zjax.config import ConfigError
+from zjax.config import ConfigError, TrainConfig, from_dict
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,31 @@ class Cell:
 
 
 def parse_vary(options: Sequence[str], parse: Callable[[str], Any]) -> list[tuple[str, list[Any]]]:
-    """`zero.stage=0,1,2` -> ("zero.stage", [0, 1, 2]); ConfigError for anything else or a field named twice."""
+    """`zero.stage=0,1,2` -> ("zero.stage", [0, 1, 2]); ConfigError for anything else, an unknown field or one named twice."""
     grid = []
     for option in options:
         name, equals, values = option.partition("=")
         if not equals or not name or not values or "" in values.split(","):
             raise ConfigError(f"--vary={option}: write it as --vary=zero.stage=0,1,2")
+        _require_field(name)
         grid.append((name, [parse(value) for value in values.split(",")]))
     names = [name for name, _ in grid]
     if len(set(names)) < len(names):
         raise ConfigError(f"--vary: {', '.join(sorted({name for name in names if names.count(name) > 1}))} is given twice")
     return grid
+
+
+def _require_field(name: str) -> None:
+    """ConfigError, with the nearest known field, for a name that no config has."""
+    section: Any = TrainConfig
+    path = ""
+    for each in name.split("."):
+        if not dataclasses.is_dataclass(section):
+            return  # below a value: setting it says so
+        known = typing.get_type_hints(section)
+        if each not in known:
+            from_dict(typing.cast(type, section), {each: None}, path)  # raises
+        section, path = known[each], f"{path}{each}."
 
 
 def cells_of(grid: Sequence[tuple[str, list[Any]]], targets: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -93,6 +109,8 @@ def shown(column: str, value: float | None) -> str:
         return f"{value * 1e3:.1f} ms"
     if column == "findings":
         return f"{value:.0f}"
+    if value < 2**20:
+        return f"{value / 2**10:.2f} KiB" if value else "0"
     return f"{value / 2**30:.2f} GiB" if value >= 2**28 else f"{value / 2**20:.2f} MiB"
 
 
@@ -105,7 +123,7 @@ def table_of(cells: Sequence[Cell]) -> Table:
     """The grid for a terminal; a failed cell says so in the place of its figures."""
     table = Table(box=box.SIMPLE_HEAD)
     varied = list(dict.fromkeys(name for cell in cells for name in cell.varied))
-    columns = columns_of(cells)
+    columns = columns_of(cells) or ["result"]  # where all failed
     for name in [*varied, *(["target"] if any(cell.target for cell in cells) else []), *columns]:
         table.add_column(name, justify="right" if name in columns else "left", overflow="fold")
     for cell in cells:
@@ -133,7 +151,7 @@ def csv_of(cells: Sequence[Cell]) -> str:
             [
                 *(cell.varied.get(name, "") for name in varied),
                 cell.target,
-                *("" if f is None else f"{f:g}" if f % 1 else f"{f:.0f}" for f in figures),
+                *("" if f is None else repr(f) if f % 1 else f"{f:.0f}" for f in figures),
                 cell.error,
             ]
         )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,8 +62,7 @@ def compile_for_target(request: Request) -> Compiled:
         command = [sys.executable, "-m", "zjax.audit.child", str(path / "request"), folder]
         child = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
         if not (path / "response.json").exists():
-            tail = "\n".join(child.stderr.strip().splitlines()[-15:])
-            raise AuditError(f"{request.target.text}: the compiler's process ended with status {child.returncode}:\n{tail}")
+            raise AuditError(f"{request.target.text}: {_crash(child.returncode, child.stderr)}")
         answer = json.loads((path / "response.json").read_text())
         if "error" in answer:
             raise AuditError(f"{request.target.text}: {_readable(answer['error'])}")
@@ -70,12 +71,26 @@ def compile_for_target(request: Request) -> Compiled:
         return Compiled((path / "hlo.txt").read_text(), memory, answer["compile_seconds"], place, frozenset(answer["marked"]))
 
 
+def _crash(status: int, stderr: str) -> str:
+    """What is known of a compiler that died without an answer."""
+    end = f"ended with status {status}"
+    if status < 0:
+        end = f"was ended by {signal.Signals(-status).name}" + (" (is this machine out of memory?)" if status == -signal.SIGKILL else "")
+    tail = stderr.strip().splitlines()[-15:]
+    return "\n".join([f"the compiler's process {end}" + (":" if tail else ""), *tail])
+
+
+_OUT_OF_MEMORY = (
+    re.compile(r"Used (?P<needed>[\d.]+\w) of (?P<there>[\d.]+\w) hbm"),
+    re.compile(r"Ran out of memory.*\((?P<needed>[\d.]+\w)\) exceeds available HBM \((?P<there>[\d.]+\w)\)"),
+)
+
+
 def _readable(error: str) -> str:
     """The part of a compiler's message that a person can act on."""
-    oom = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", error)
-    if oom:
+    for found in filter(None, (pattern.search(error) for pattern in _OUT_OF_MEMORY)):
         return (
-            f"the program does not fit the chip: it needs {oom.group(1)} of {oom.group(2)} memory. "
+            f"the program does not fit the chip: it needs {found['needed']} of {found['there']} memory. "
             "Raise the stage, the number of devices or the micro-batches, or set remat='full'\n" + "\n".join(error.splitlines()[:30])
         )
     return "\n".join(error.splitlines()[:40])
@@ -104,18 +119,28 @@ def _culprit(lower: Any) -> str:
     return _closed_over("it", lower)
 
 
-def _closed_over(name: str, value: Any) -> str:
-    function: Callable[..., Any] | None = getattr(value, "__func__", value) if callable(value) else None
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return f"{name} cannot be pickled"
-    variables = dict(zip(code.co_freevars, (cell.cell_contents for cell in getattr(function, "__closure__", None) or ()), strict=False))
-    scope = getattr(function, "__globals__", {})
-    variables |= {each: scope[each] for each in code.co_names if each in scope}
-    for variable, held in variables.items():
+def _closed_over(name: str, value: Any, depth: int = 8) -> str:
+    for variable, held in _used_by(value).items():
         if not _can_pickle(held):
+            if depth and _used_by(held):
+                return _closed_over(f"{name} uses {variable!r}, which", held, depth - 1)
             return f"{name} uses {variable!r}, a {type(held).__module__}.{type(held).__qualname__}, which cannot be pickled"
     return f"{name} cannot be pickled"
+
+
+def _used_by(value: Any) -> dict[str, Any]:
+    """What pickling a function takes along: the variables it closes over, the globals it names, the object it is a method of."""
+    if isinstance(value, functools.partial):
+        return {getattr(each, "__name__", type(each).__name__): each for each in (value.func, *value.args)} | value.keywords
+    function: Any = getattr(value, "__func__", value)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    used = {} if function is value else dict(getattr(value.__self__, "__dict__", {}))
+    for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            used[variable] = cell.cell_contents
+    return used | {each: function.__globals__[each] for each in code.co_names if each in function.__globals__}
 
 
 def _can_pickle(value: Any) -> bool:

@@ -120,12 +120,16 @@ def _replicated_without_reason(e: Evidence) -> Iterator[Finding]:
 def _outside_units(e: Evidence) -> Iterator[Finding]:
     if e.plan.zero.stage < 2:
         return
+    unmarked: dict[str, list[LeafPlan]] = {}
     for leaf in e.plan.part("params"):
         if leaf.zero_axes and leaf.name not in e.marked:
-            yield Finding(
-                "outside-units", leaf.path, leaf_bytes(leaf.shape, leaf.rest.dtype),
-                "no unit gathers this parameter: where and how often it is gathered is left to XLA. Mark the function or module that uses it with zjax.fully_shard",
-            )  # fmt: skip
+            unmarked.setdefault(leaf.unit, []).append(leaf)
+    for unit, leaves in unmarked.items():
+        yield Finding(
+            "outside-units", unit or "root unit", sum(leaf_bytes(leaf.shape, leaf.rest.dtype) for leaf in leaves),
+            f"no unit gathers {', '.join(leaf.path for leaf in leaves)}: where and how often that is gathered is left to XLA. "
+            "Mark the function or module that uses it with zjax.fully_shard",
+        )  # fmt: skip
 
 
 def _unit_sizes(e: Evidence) -> Iterator[Finding]:
@@ -150,6 +154,27 @@ def _unit_sizes(e: Evidence) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def _stacks_gathered(e: Evidence) -> Iterator[Finding]:
+    """All-gathers of a whole stack of layers, where stage 3 gathers one layer at a time."""
+    if e.plan.zero.stage < 3:
+        return
+    leaves = [leaf for leaf in e.plan.part("params") if spec_axes(leaf.rest.spec)]
+    wholes = {_shard_key(e.plan, leaf, per_layer=False): leaf for leaf in leaves if leaf.stacked and leaf.shape[0] > 1}
+    layers = {_shard_key(e.plan, leaf, per_layer=True) for leaf in leaves}
+    seen: set[str] = set()
+    for run in _large(e.timeline, "all-gather"):
+        for shape in run.collective.shapes:
+            leaf = wholes.get(_key(shape)) if _key(shape) not in layers else None
+            if leaf is None or leaf.path in seen:
+                continue
+            seen.add(leaf.path)
+            yield Finding(
+                "unit-too-large", leaf.path, leaf_bytes(leaf.shape, leaf.rest.dtype),
+                f"all {leaf.shape[0]} layers are gathered at once, where stage {e.plan.zero.stage} gathers them one by one: "
+                f"mark the block with zjax.fully_shard, inside the layer loop. From {run.collective.op_name or run.collective.name}",
+            )  # fmt: skip
+
+
 def _full_gradients(e: Evidence) -> Iterator[Finding]:
     """A loop of the backward that carries a stacked gradient whole."""
     if e.plan.zero.stage < 2:
@@ -171,18 +196,22 @@ def _full_gradients(e: Evidence) -> Iterator[Finding]:
 
 def _gradient_all_reduce(e: Evidence) -> Iterator[Finding]:
     """All-reduces of what should have been scattered, whether only slices of the result are used or not."""
-    sharded = {axis for leaf in e.plan.part("params") if _scattered(leaf) for axis in leaf.zero_axes}
-    gradients = {_key(_local(e.plan, leaf, leaf.forward)[int(leaf.stacked) :]) for leaf in e.plan.part("params") if _scattered(leaf)}
-    gradients |= {_key(_local(e.plan, leaf, leaf.forward)) for leaf in e.plan.part("params") if _scattered(leaf)}
+    if e.target.platform == "cpu":
+        return
+    scattered = [leaf for leaf in e.plan.part("params") if _scattered(leaf)]
+    sharded = {axis for leaf in scattered for axis in leaf.zero_axes}
+    whole = [_local(e.plan, leaf, leaf.forward) for leaf in scattered]
+    layers = [shape[int(leaf.stacked) :] for leaf, shape in zip(scattered, whole, strict=True)]
+    keys = {_key(shape) for shape in (*whole, *layers)}
+    keys |= {(math.prod(key),) for key in keys}  # flattened, where XLA:GPU combines several
     for run in _large(e.timeline, "all-reduce"):
         c = run.collective
         if c.emulates:
-            if e.target.platform != "cpu":
-                yield Finding(
-                    "emulated-collective", c.op_name or c.name, round(run.wire_bytes),
-                    f"an all-reduce over {'+'.join(c.axes)} stands for {_article(c.emulates)}: twice the wire of one. On a TPU torus lay the shard axis over one mesh axis per torus dim",
-                )  # fmt: skip
-        elif set(c.axes) & sharded and any(_key(shape) in gradients for shape in c.shapes):
+            yield Finding(
+                "emulated-collective", c.op_name or c.name, round(run.wire_bytes),
+                f"an all-reduce over {'+'.join(c.axes)} stands for {_article(c.emulates)}: twice the wire of one. On a TPU torus lay the shard axis over one mesh axis per torus dim",
+            )  # fmt: skip
+        elif set(c.axes) & sharded and any(_key(shape) in keys for shape in _operand_shapes(e.module, run)):
             yield Finding(
                 "all-reduce-for-reduce-scatter", c.op_name or c.name, round(run.wire_bytes),
                 f"whole gradients {_shapes(c)} are all-reduced over {'+'.join(c.axes)}, where stage {e.plan.zero.stage} scatters them: twice the wire, and whole gradients are held. "
@@ -276,6 +305,7 @@ _CHECKS = (
     _replicated_without_reason,
     _outside_units,
     _unit_sizes,
+    _stacks_gathered,
     _full_gradients,
     _gradient_all_reduce,
     _gathered_too_often,
@@ -291,6 +321,20 @@ def _of_kind(timeline: Timeline, *kinds: str) -> Iterator[Run]:
 
 def _large(timeline: Timeline, *kinds: str) -> Iterator[Run]:
     return (run for run in _of_kind(timeline, *kinds) if run.collective.full_bytes >= SMALL)
+
+
+def _operand_shapes(module: Module, run: Run) -> list[tuple[int, ...]]:
+    """Of a collective; XLA:GPU combines all-reduces by laying their operands end to end, which is taken apart here."""
+    computation = module.computations[run.computation]
+    shapes = []
+    for operand in computation.operands(computation.instructions[run.collective.name]):
+        inside, root = computation, operand
+        if operand.opcode == "fusion":
+            inside = module.computations[dict(operand.called)["calls"]]
+            root = inside.root
+        joined = inside.operands(root) if root.opcode == "concatenate" else [operand]
+        shapes += [array.dims for x in joined for array in x.shape.arrays]
+    return shapes
 
 
 def _scattered(leaf: LeafPlan) -> bool:
