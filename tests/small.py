@@ -4,7 +4,7 @@ import contextlib
 import os
 import random
 import subprocess
-import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from zjax.config import TrainConfig, from_dict
 from zjax.tree import named_leaves
 
 REPO = Path(__file__).parent.parent
+COMMAND = str(Path(sysconfig.get_path("scripts")) / "zjax")
+"""The installed command: what users run."""
 MODEL = {"n_layers": 2, "d_model": 32, "n_heads": 2, "n_kv_heads": 2, "d_ff": 64, "max_sequence": 64}
 QUIET = Console(quiet=True)
 METRICS = {
@@ -123,5 +125,6 @@ def zjax(
     *arguments: object, cache: Path | None = None, cwd: Path | None = None, timeout: float = 120, **variables: str
 ) -> subprocess.CompletedProcess:
     """The `zjax` command in a process of its own, with its output."""
-    command = [sys.executable, "-m", "zjax.cli", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment(cache, **variables), timeout=timeout, capture_output=True, text=True)
+    return subprocess.run(
+        [COMMAND, *map(str, arguments)], cwd=cwd, env=environment(cache, **variables), timeout=timeout, capture_output=True, text=True
+    )

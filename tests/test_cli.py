@@ -5,12 +5,23 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 
 import jax
 import pytest
-from small import REPO, compiled_fast, environment, run_quietly, shared_folder, small_config, small_overrides, snapshot, write_corpus, zjax
+from small import (
+    COMMAND,
+    REPO,
+    compiled_fast,
+    environment,
+    run_quietly,
+    shared_folder,
+    small_config,
+    small_overrides,
+    snapshot,
+    write_corpus,
+    zjax,
+)
 
 from zjax.checkpoint import Checkpointer
 from zjax.cli import main
@@ -134,7 +145,7 @@ def test_plan_table_names_every_leaf_and_reason(capsys):
 
 def test_a_reader_that_leaves_early_is_no_error():
     """`zjax plan | head -1`: the rest is not wanted, and that is all."""
-    command = [sys.executable, "-m", "zjax.cli", "plan", config("llama_tiny")]
+    command = [COMMAND, "plan", config("llama_tiny")]
     child = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0)
     child.stdout.close()  # before anything is written
     assert "Traceback" not in child.communicate(timeout=60)[1]

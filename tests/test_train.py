@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import jax
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from small import (
+    COMMAND,
     METRICS,
     REPO,
     assert_same_state,
@@ -349,7 +349,7 @@ def long_run(corpus, tmp_path_factory, cache):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_saves_and_the_next_run_ends_as_if_there_was_none(long_run, tmp_path, cache, number):
     straight, options = long_run
-    command = [sys.executable, "-m", "zjax.cli", *options, f"--workdir={tmp_path}"]
+    command = [COMMAND, *options, f"--workdir={tmp_path}"]
     child = subprocess.Popen(command, env=environment(cache), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_for_lines(tmp_path / "metrics.jsonl", 3, child)
@@ -391,7 +391,7 @@ def wait_for_lines(path, count, child, timeout=60.0):
 def test_a_kill_loses_only_the_steps_since_the_last_save(long_run, tmp_path, cache):
     """kill -9 while checkpoints are written: what is there is whole, and the next run goes on from it."""
     straight, options = long_run
-    command = [sys.executable, "-m", "zjax.cli", *options, "--config.checkpoint.every=2", f"--workdir={tmp_path}"]
+    command = [COMMAND, *options, "--config.checkpoint.every=2", f"--workdir={tmp_path}"]
     child = subprocess.Popen(command, env=environment(cache), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         wait_for_lines(tmp_path / "metrics.jsonl", 20, child)
