@@ -146,34 +146,46 @@ def _moved_bytes(module: Module, computation: Computation, x: Instruction) -> fl
     if x.opcode != "fusion":
         return float(x.shape.bytes + sum(operand.shape.bytes for operand in operands))
     inner = module.computations[dict(x.called)["calls"]]
-    read = sum(_read_bytes(inner, number, operand.shape.bytes) for number, operand in enumerate(operands))
-    return float(read + _written_bytes(inner, inner.root))
+    read = sum(_read_bytes(module, inner, number, operand.shape.bytes) for number, operand in enumerate(operands))
+    return float(read + _written_bytes(module, inner, inner.root))
 
 
-def _read_bytes(inner: Computation, number: int, whole: int) -> int:
+def _read_bytes(module: Module, inner: Computation, number: int, whole: int) -> int:
     """A fusion reads only the slices it takes of an operand (a layer of a stacked weight), not all of it."""
     parameter = inner.parameters.get(number)
-    if parameter is None:
+    return whole if parameter is None else min(whole, _taken_bytes(module, inner, parameter, whole))
+
+
+def _taken_bytes(module: Module, inner: Computation, value: Instruction, whole: int) -> int:
+    """Bytes that the users of a value in a fusion read of it; a TPU's fusions have fusions inside that take the slices."""
+    if value.is_root:
         return whole
     taken = 0
-    for user in inner.users.get(parameter.name, ()):
-        if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == parameter.name:
+    for user in inner.users.get(value.name, ()):
+        if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == value.name:
             taken += user.shape.bytes
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name:
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
             continue  # updated in place: what is not overwritten is not read
+        elif user.opcode == "bitcast":
+            taken += _taken_bytes(module, inner, user, whole)
+        elif user.opcode == "fusion":
+            nested = module.computations[dict(user.called)["calls"]]
+            taken += sum(_read_bytes(module, nested, number, whole) for number, name in enumerate(user.operands) if name == value.name)
         else:
             return whole
-    return min(whole, taken)
+    return taken
 
 
-def _written_bytes(inner: Computation, root: Instruction) -> int:
+def _written_bytes(module: Module, inner: Computation, root: Instruction) -> int:
+    """What a fusion writes of its result: of an array updated in place, the update."""
+    whole = root.shape.bytes
     while root.opcode in ("bitcast", "copy", "convert") and root.operands:
-        before = inner.instructions[root.operands[0]]
-        if before.opcode not in ("bitcast", "copy", "convert", "dynamic-update-slice"):
-            break
-        root = before
+        root = inner.instructions[root.operands[0]]
     if root.opcode == "tuple":
-        return sum(_written_bytes(inner, element) for element in inner.operands(root))
+        return sum(_written_bytes(module, inner, element) for element in inner.operands(root))
+    if root.opcode == "fusion":
+        nested = module.computations[dict(root.called)["calls"]]
+        return min(whole, _written_bytes(module, nested, nested.root))
     if root.opcode == "dynamic-update-slice":
         return inner.instructions[root.operands[1]].shape.bytes
-    return root.shape.bytes
+    return whole

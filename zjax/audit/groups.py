@@ -65,11 +65,11 @@ def _mesh_groups(text: str) -> Groups:
     # Axes are cut where a group uses only a factor of one, so that every used piece is a dim of its own.
     pieces: list[tuple[int, bool]] = []
     used = {
-        name: (int(before or 1), int(size or sizes[name]))
+        name: (int(before or 1), int(size or sizes.get(name, 1)))
         for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found.group(3))
     }
     for name, (before, part) in used.items():
-        if sizes.get(name, 0) % (before * part) or name not in sizes:
+        if name not in sizes or sizes[name] % (before * part):
             raise HloParseError(f"replica groups over an axis that the mesh has not: {text[:120]!r}")
     for name, size in sizes.items():
         if name not in used:
