@@ -1,6 +1,7 @@
 """The audit's reading of compiled programs, held against programs that are known by construction, and against hand-written text."""
 
 import dataclasses
+import fcntl
 import functools
 import json
 import math
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import hlo_programs
@@ -39,10 +41,20 @@ MIB = 2**20
 # Programs compiled for targets that are not there
 
 
-@pytest.fixture(scope="session")
-def programs(tmp_path_factory):
-    """(module, timeline) of a program on a target; everything is compiled once, the platforms side by side."""
-    folder = tmp_path_factory.mktemp("hlo")
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that the first of pytest's workers makes, and the others wait for."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    with open(root / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / name).exists():
+            make(root / f"{name}.unfinished")
+            (root / f"{name}.unfinished").rename(root / name)
+    return root / name
+
+
+def compile_programs(folder: Path) -> None:
+    """Compiles everything, the platforms side by side."""
     children = []
     for targets in ((V5E, V5P), (GPU, GPU_HOSTS), (CPU,)):
         environment = child_environment(parse_target(targets[0])) | {"PYTHONPATH": os.pathsep.join([str(REPO), *sys.path])}
@@ -51,6 +63,12 @@ def programs(tmp_path_factory):
     for child in children:
         printed, _ = child.communicate(timeout=300)
         assert child.returncode == 0, printed[-3000:]
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory):
+    """(module, timeline) of a program on a target."""
+    folder = made_once(tmp_path_factory, "hlo", compile_programs)
 
     @functools.cache
     def read(target: str, name: str) -> tuple[Module, Timeline]:
@@ -740,15 +758,17 @@ def test_what_was_written_is_counted(written):
 # A whole step of 7e9 parameters
 
 
-@pytest.fixture(scope="session")
-def llama2_7b(tmp_path_factory) -> str:
-    """The step of Llama-2-7B on 8 H100, as compiled; compiled once a session."""
-    folder = tmp_path_factory.mktemp("llama2_7b")
+def compile_llama2_7b(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZJAX_CACHE_DIR", "")
         config = load_config(str(REPO / "configs" / "llama2_7b.py"), ["--config.data.global_batch=8"])
         audit_run(config, GPU, keep_hlo=str(folder))
-    (text,) = folder.glob("*.hlo.txt")
+
+
+@pytest.fixture(scope="session")
+def llama2_7b(tmp_path_factory) -> str:
+    """The step of Llama-2-7B on 8 H100, as compiled; compiled once a session."""
+    (text,) = made_once(tmp_path_factory, "llama2_7b", compile_llama2_7b).glob("*.hlo.txt")
     return text.read_text()
 
 
