@@ -52,6 +52,7 @@ class ModelConfig:
     """Whether the head shares the embedding's weights."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "model.")
         if self.preset == "abstract":
             _require(
                 self.parameters is not None and self.parameters > 0,
@@ -90,6 +91,7 @@ class MeshConfig:
     """Tensor-parallel degree: shards the dims that rules name, never the batch."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "mesh.")
         degrees = dataclasses.asdict(self)
         for name, degree in degrees.items():
             _require(degree == -1 or degree > 0, f"mesh.{name}", degree, "must be positive, or -1 to take the devices that are left")
@@ -124,6 +126,7 @@ class ZeroConfig:
     BACKWARD_PRE, DeepSpeed stage3_prefetch_bucket_size)."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "zero.")
         _require(self.prefetch in (0, 1), "zero.prefetch", self.prefetch, "must be 0 or 1 layers")
         _require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "must be 0, 1, 2 or 3")
         _require(
@@ -158,6 +161,7 @@ class PrecisionConfig:
     """`bfloat16`: parameters and activations in bf16, fp32 master weights in the optimizer state; `float32`: no master."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "precision.")
         _require(
             self.compute != "float16",
             "precision.compute",
@@ -203,6 +207,7 @@ class OptimizerConfig:
     """Momentum of sgd."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "optimizer.")
         _require(
             self.name in OPTIMIZER_KNOBS,
             "optimizer.name",
@@ -239,6 +244,7 @@ class AccumulationConfig:
     Stages 0 and 1 hold whole gradients anyway: the explicit engine reduces them once, the partitioner each time."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "accumulation.")
         _require(self.micro_batches > 0, "accumulation.micro_batches", self.micro_batches, "must be positive")
         _require(self.mode in ("sharded", "local"), "accumulation.mode", self.mode, "must be 'sharded' or 'local'")
 
@@ -259,6 +265,7 @@ class DataConfig:
     """Tokens per sequence that are predicted."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "data.")
         _require(self.global_batch > 0, "data.global_batch", self.global_batch, "must be a positive number of sequences")
         _require(self.sequence_length > 0, "data.sequence_length", self.sequence_length, "must be a positive number of tokens")
         _require(bool(self.path), "data.path", self.path, "must name a file, a directory or 'stdlib'")
@@ -274,6 +281,7 @@ class CheckpointConfig:
     """The newest checkpoints that are kept."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "checkpoint.")
         _require(self.every >= 0, "checkpoint.every", self.every, "must be 0 or more steps")
         _require(self.keep > 0, "checkpoint.keep", self.keep, "must be positive")
 
@@ -302,6 +310,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
+        _check_types(self, "")
         _require(self.steps > 0, "steps", self.steps, "must be positive")
         _require(self.seed >= 0, "seed", self.seed, "must not be negative")
         _require(self.clip is None or self.clip > 0, "clip", self.clip, "must be positive, or None not to clip")
@@ -333,15 +342,22 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
             raise ConfigError(
                 f"unknown config key {name!r}: {_nearest(key, hints, path)}known: {', '.join(path + known for known in hints)}"
             )
-        built[key] = _typed(hints[key], value, name)
+        is_section = dataclasses.is_dataclass(hints[key]) and isinstance(value, Mapping)
+        built[key] = from_dict(hints[key], value, name + ".") if is_section else value
     return cls(**built)
+
+
+def _check_types(config: Any, path: str) -> None:
+    """Puts each field in the form its annotation names (an int for a float, a list for a tuple), or raises."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        object.__setattr__(config, name, _typed(hint, getattr(config, name), path + name))
 
 
 def _typed(hint: Any, value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
+        if not isinstance(value, typing.cast(type, hint)):
             raise ConfigError(f"{name}={value!r}: must be a section with keys {', '.join(typing.get_type_hints(hint))}")
-        return from_dict(typing.cast(type, hint), value, name + ".")
+        return value
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for option in options:
         if option in (int, float, str, bool, types.NoneType) and type(value) is option:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -51,8 +52,8 @@ def resolve_degrees(config: MeshConfig, n_devices: int) -> dict[str, int]:
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of `devices` (all by default) with automatic axes.
 
-    Where the runtime tells slices (TPU) or hosts apart and the slow axes are a multiple of their number, the slow
-    axes are laid between them and the others inside (jax's hybrid mesh). On a TPU torus `fsdp` is laid over one mesh axis
+    Where the runtime tells slices (TPU) or hosts apart, the outermost axes (`replica`) are laid between them and the
+    others inside (jax's hybrid mesh). On a TPU torus `fsdp` is laid over one mesh axis
     per torus dim it spans: a reduce-scatter over several dims at once compiles to an all-reduce of twice the traffic.
     """
     devices = jax.devices() if devices is None else list(devices)
@@ -72,21 +73,28 @@ def abstract_mesh(config: MeshConfig, n_devices: int) -> AbstractMesh:
 
 
 def _lay_out(devices: Sequence[Any], degrees: dict[str, int]) -> np.ndarray:
+    """Devices as an array of the degrees' shape, those of one slice (or host) next to each other."""
     shape = tuple(degrees[name] for name in AXES)
-    granule = "slice_index" if hasattr(devices[0], "slice_index") else "process_index"
-    n_granules = len({getattr(device, granule) for device in devices})
-    slow = math.prod(degrees[name] for name in SLOW_AXES)
-    if n_granules == 1 or slow % n_granules:
+    has_slices = hasattr(devices[0], "slice_index")
+    granules = Counter(device.slice_index if has_slices else device.process_index for device in devices)
+    if len(granules) == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    # The slow degrees are split into a part between granules (as much as there are granules) and a part inside.
-    between, left = {}, n_granules
-    for name in SLOW_AXES:
+    # The outermost axes go between granules, as much of each as is needed.
+    between, left = {}, len(granules)
+    for name in AXES:
         between[name] = math.gcd(degrees[name], left)
         left //= between[name]
-    outer = tuple(between.get(name, 1) for name in AXES)
-    inner = tuple(degree // part for degree, part in zip(shape, outer, strict=True))
+    if left > 1 or len(set(granules.values())) > 1:
+        if has_slices:
+            shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+            sizes = ", ".join(str(size) for size in granules.values())
+            raise ConfigError(
+                f"mesh: {shown} cannot be laid over {len(granules)} slices of {sizes} devices: every slice must hold an equal, whole part of the mesh"
+            )
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    inner = tuple(degrees[name] // between[name] for name in AXES)
     return mesh_utils.create_hybrid_device_mesh(
-        inner, outer, devices, process_is_granule=granule == "process_index", allow_split_physical_axes=True
+        inner, tuple(between.values()), devices, process_is_granule=not has_slices, allow_split_physical_axes=True
     )
 
 

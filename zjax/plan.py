@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -196,6 +195,8 @@ def build_plan(
     named, treedef = named_leaves(shapes), jax.tree.structure(shapes)
     names = [name for name, _ in named]
     require_all_used(zero.ignored, names, "zero.ignored")
+    for rule in rules:
+        require_all_used(getattr(rule, "patterns", ()), names, "rules")
     require_all_used([unit.removesuffix("[*]") for unit in units], names, "units")
     for name, leaf in named:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -361,15 +362,12 @@ def _plan_optimizer(tx: Any, shapes: PyTree, params: PyTree, zero: ZeroConfig, m
     optax labels each leaf with the parameter it belongs to, or none. A leaf of the parameter's shape lies as the
     master does; any other (adafactor's row and column factors, a preconditioner) gets ZeRO's rule on its own shape.
     """
-    masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    owners = optax.tree_map_params(
-        tx,
-        lambda leaf, owner: leaf if masked(leaf) else owner,
-        shapes,
-        params,
-        transform_non_params=lambda leaf: _NO_OWNER,
-        is_leaf=masked,
-    )
+
+    def owned(state: PyTree, params: PyTree) -> PyTree:
+        # For each parameter the state may hold an array, a list of them (SM3), or nothing (a masked parameter).
+        return jax.tree.map(lambda owner, part: jax.tree.map(lambda _: owner, part), params, state)
+
+    owners = optax.tree_map_params(tx, owned, shapes, params, transform_non_params=lambda _: _NO_OWNER, is_leaf=lambda _: True)
     flat_owners = jax.tree.leaves(owners, is_leaf=lambda x: isinstance(x, LeafPlan))
     flat = jax.tree_util.tree_flatten_with_path(shapes)[0]
     return [_plan_optimizer_leaf(path_name(path), leaf, owner, zero, mesh) for (path, leaf), owner in zip(flat, flat_owners, strict=True)]
@@ -392,7 +390,7 @@ def _plan_optimizer_leaf(name: str, leaf: Any, owner: LeafPlan, zero: ZeroConfig
         path=f"opt_state/inner/{name}",
         part="optimizer",
         shape=leaf.shape,
-        rest=Placement(spec, np.dtype(leaf.dtype)),
+        rest=Placement(spec, leaf.dtype),
         unit=owner.unit,
         stacked=stacked,
         zero_axes=tuple(axis for axis in zero_axes(mesh) if axis in spec_axes(spec)),
@@ -497,6 +495,7 @@ def _differences(one: Plan, other: Plan) -> list[str]:
         for role in ROLES:
             if getattr(a, role) != getattr(b, role):
                 lines.append(f"{path}: {role} {_placement_text(getattr(a, role))} -> {_placement_text(getattr(b, role))}")
-        if a.shape == b.shape and a.bytes_on(one.mesh) != b.bytes_on(other.mesh):
-            lines.append(f"{path}: bytes a device {a.bytes_on(one.mesh):,} -> {b.bytes_on(other.mesh):,}")
+            elif a.shape == b.shape and a.bytes_on(one.mesh, role) != b.bytes_on(other.mesh, role):
+                what = "" if role == "rest" else f"{role} "
+                lines.append(f"{path}: {what}bytes a device {a.bytes_on(one.mesh, role):,} -> {b.bytes_on(other.mesh, role):,}")
     return lines

@@ -6,45 +6,62 @@ largest dim that is still free and divides. The first rule that shards a leaf ov
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec as P
 
-from zjax.mesh import AnyMesh, degree, physical_axes, spec_axes, zero_axes
+from zjax.mesh import AXES, AnyMesh, degree, physical_axes, spec_axes, zero_axes
 from zjax.tree import Shape, matches
 
 Rule = Callable[[P, str, Shape, AnyMesh], P]
 """Takes the spec so far and returns it, or one that shards more. `shape` is the whole leaf, a stacked layer dim included."""
 
 
-def pattern(specs: Mapping[str, P]) -> Rule:
+@dataclass(frozen=True)
+class pattern:
     """The spec of the first pattern that names the leaf (t5x, EasyLM partition rules).
 
-    Entries are logical axis names (`tensor`, `fsdp`); those of size 1 on this mesh drop out.
+    Entries are logical axis names (`tensor`, `fsdp`); those of size 1 on this mesh drop out. A pattern that names no leaf
+    and an axis that does not exist raise when a plan is built.
     """
 
-    def rule(spec: P, path: str, shape: Shape, mesh: AnyMesh) -> P:
-        for name, wanted in specs.items():
+    specs: Mapping[str, P]
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Every pattern must name a leaf."""
+        return tuple(self.specs)
+
+    def __call__(self, spec: P, path: str, shape: Shape, mesh: AnyMesh) -> P:
+        """The rule."""
+        for name, wanted in self.specs.items():
             if matches(name, path):
                 if len(wanted) > len(shape):
                     raise ValueError(f"{path}: rule {name!r} gives {wanted} for shape {shape}, which has {len(shape)} dims")
-                return _merge(spec, _physical(wanted, mesh), path, shape, mesh)
+                return _merge(spec, _physical(wanted, mesh, path), path, shape, mesh)
         return spec
 
-    return rule
 
-
-def tensor_parallel(dims: Mapping[str, int]) -> Rule:
+@dataclass(frozen=True)
+class tensor_parallel:
     """Shards the named dim (negative counts from the end) over the `tensor` axis: Megatron's column and row parallel."""
 
-    def rule(spec: P, path: str, shape: Shape, mesh: AnyMesh) -> P:
+    dims: Mapping[str, int]
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Every pattern must name a leaf."""
+        return tuple(self.dims)
+
+    def __call__(self, spec: P, path: str, shape: Shape, mesh: AnyMesh) -> P:
+        """The rule."""
         axes = physical_axes(mesh, "tensor")
-        named = next((dim for name, dim in dims.items() if matches(name, path)), None)
+        named = next((dim for name, dim in self.dims.items() if matches(name, path)), None)
         if not axes or named is None:
             return spec
         return _merge(spec, at_dim(_dim(named, path, shape), axes), path, shape, mesh)
-
-    return rule
 
 
 def placement(shard_placement: Callable[[str, Shape], int | None]) -> Rule:
@@ -94,10 +111,16 @@ def _dim(dim: int, path: str, shape: Shape) -> int:
     return dim % len(shape)
 
 
-def _physical(spec: P, mesh: AnyMesh) -> P:
+def _physical(spec: P, mesh: AnyMesh, path: str) -> P:
     entries = []
     for entry in spec:
         logical = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        for name in logical:
+            if name not in AXES:
+                near = difflib.get_close_matches(name, AXES, n=1)
+                raise ValueError(
+                    f"{path}: a rule names the axis {name!r}: {f'did you mean {near[0]!r}? ' if near else ''}axes are {', '.join(AXES)}"
+                )
         axes = tuple(axis for name in logical for axis in physical_axes(mesh, name))
         entries.append(axes[0] if len(axes) == 1 else axes or None)
     return P(*entries)

@@ -45,7 +45,8 @@ def plan_run(config: TrainConfig, mesh: AnyMesh) -> Plan:
     if config.model.preset == "abstract":
         count = config.model.parameters
         return build(lambda key: {"parameters": jnp.zeros(count)})
-    return build(model_of(config).init, units=llama.UNITS, rules=[rules.tensor_parallel(llama.TENSOR_DIMS)])
+    model = model_of(config)
+    return build(model.init, units=llama.UNITS, rules=[rules.tensor_parallel(llama.tensor_dims(model.config))])
 
 
 def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:

@@ -30,6 +30,11 @@ TENSOR_DIMS = {
 """The dim a `tensor` mesh axis shards (Megatron: columns of what fans out, rows of what comes together)."""
 
 
+def tensor_dims(config: LlamaConfig) -> dict[str, int]:
+    """`TENSOR_DIMS` without the head's kernel where the embedding serves as head."""
+    return {name: dim for name, dim in TENSOR_DIMS.items() if not (config.tied and name == "head/kernel")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
     """Sizes of a Llama."""
