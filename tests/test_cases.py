@@ -19,7 +19,7 @@ from zjax.state import lower_init, unplanned
 from zjax.tree import named_leaves
 
 STAGES = (0, 1, 2, 3)
-BOTH_DTYPES = ("float32", "bfloat16")
+ENGINES = ("partitioner", "explicit")
 
 
 @functools.cache
@@ -27,14 +27,14 @@ def mesh(n=8, **degrees):
     return zjax.make_mesh(zjax.MeshConfig(**degrees), jax.devices()[:n])
 
 
-def plan_of(init_fn, tx, *, stage=3, on=None, micro=1, compute="float32", strict=False, **knobs):
+def plan_of(init_fn, tx, *, stage=3, on=None, micro=1, mode="sharded", compute="float32", engine="auto", strict=False, **knobs):
     return zjax.build_plan(
-        zjax.ZeroConfig(stage=stage, strict=strict),
+        zjax.ZeroConfig(stage=stage, strict=strict, engine=engine),
         init_fn,
         tx,
         on or mesh(),
         precision=zjax.PrecisionConfig(compute=compute),
-        accumulation=zjax.AccumulationConfig(micro_batches=micro),
+        accumulation=zjax.AccumulationConfig(micro_batches=micro, mode=mode),
         **knobs,
     )
 
@@ -145,8 +145,8 @@ def test_c03_no_device_is_left_without_a_part_of_a_small_leading_dim():
     assert len({shard.index[1].start for shard in shards}) == 8
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_c05_zero_size_parameters_train_and_keep_their_shape_through_a_checkpoint(stage, tmp_path):
+@pytest.mark.parametrize(("stage", "engine"), [*((stage, "partitioner") for stage in STAGES), (2, "explicit"), (3, "explicit")])
+def test_c05_zero_size_parameters_train_and_keep_their_shape_through_a_checkpoint(stage, engine, tmp_path):
     shapes = {"first": (8,), "none": (0,), "rows": (0, 8), "w": (24,)}
     init = lambda key: {name: jnp.ones(shape) for name, shape in shapes.items()}  # noqa: E731
 
@@ -154,7 +154,7 @@ def test_c05_zero_size_parameters_train_and_keep_their_shape_through_a_checkpoin
         empty = jnp.sum(params["none"]) + jnp.sum(params["rows"])
         return jnp.sum(batch @ params["first"]) + jnp.sum(batch.sum() * params["w"]) + empty, jnp.float32(batch.shape[0])
 
-    plan = plan_of(init, optax.sgd(0.5, momentum=0.9), stage=stage)
+    plan = plan_of(init, optax.sgd(0.5, momentum=0.9), stage=stage, engine=engine)
     state, _ = train(plan, loss_fn, [np.ones((8, 8), "float32")] * 3)
     # Gradients of 1 and 8; momentum sums to 1 + 1.9 + 2.71 = 5.61.
     np.testing.assert_allclose(state.params["first"], np.full(8, 1 - 0.5 * 5.61), rtol=1e-6)
@@ -170,11 +170,11 @@ def test_c05_zero_size_parameters_train_and_keep_their_shape_through_a_checkpoin
     assert unplanned(plan, restored) == []
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_c06_a_model_smaller_than_the_mesh_trains(stage):
-    plan = plan_of(lambda key: {"w": jnp.ones(3)}, optax.sgd(0.5), stage=stage)
+@pytest.mark.parametrize(("stage", "engine"), [*((stage, "partitioner") for stage in STAGES), (2, "explicit")])
+def test_c06_a_model_smaller_than_the_mesh_trains(stage, engine):
+    plan = plan_of(lambda key: {"w": jnp.ones(3)}, optax.sgd(0.5), stage=stage, engine=engine)
     rows = np.arange(24, dtype="float32").reshape(8, 3)
-    state, _ = train(plan, lambda p, x, rng: (jnp.sum(x @ p["w"]), jnp.float32(8)), [rows])
+    state, _ = train(plan, lambda p, x, rng: (jnp.sum(x @ p["w"]), jnp.float32(x.shape[0])), [rows])
     np.testing.assert_allclose(state.params["w"], 1 - 0.5 * rows.mean(0), rtol=1e-6)
 
 
@@ -196,9 +196,9 @@ def test_c08_a_mesh_of_one_device_trains_at_stage_3_and_says_once_that_nothing_i
 
 
 @functools.cache
-def three_steps(stage, compute):
+def three_steps(stage, compute, engine):
     """A plan, its compiled step, and the states before and after 3 steps."""
-    plan, batches = plan_of(mlp, optax.adamw(0.01), stage=stage, compute=compute), regression(3)
+    plan, batches = plan_of(mlp, optax.adamw(0.01), stage=stage, compute=compute, engine=engine), regression(3)
     compiled = zjax.make_train_step(plan, squared_errors, clip=1.0).lower(batches[0]).compile()
     first = state = zjax.init_state(plan, jax.random.key(0))
     for batch in batches:
@@ -206,12 +206,18 @@ def three_steps(stage, compute):
     return plan, compiled, first, state
 
 
-EVERY_STAGE_AND_DTYPE = [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (3, "bfloat16")]
+MODES = [
+    *((stage, "float32", "partitioner") for stage in STAGES),
+    (1, "bfloat16", "partitioner"),
+    (3, "bfloat16", "partitioner"),
+    (2, "bfloat16", "explicit"),
+    (3, "float32", "explicit"),
+]
 
 
-@pytest.mark.parametrize(("stage", "compute"), EVERY_STAGE_AND_DTYPE)
-def test_c10_placement_does_not_drift_from_the_plan_over_steps(stage, compute):
-    plan, _, _, state = three_steps(stage, compute)
+@pytest.mark.parametrize(("stage", "compute", "engine"), MODES)
+def test_c10_placement_does_not_drift_from_the_plan_over_steps(stage, compute, engine):
+    plan, _, _, state = three_steps(stage, compute, engine)
     assert unplanned(plan, state) == []
     # The same from the paper's table: w1 (16, 24) is cut in dim 1, odd (7,) and scale () never are.
     shard_of = lambda x: x.sharding.shard_shape(x.shape)  # noqa: E731
@@ -225,9 +231,9 @@ def test_c10_placement_does_not_drift_from_the_plan_over_steps(stage, compute):
         assert x.sharding.is_fully_replicated and len(x.sharding.device_set) == 8
 
 
-@pytest.mark.parametrize(("stage", "compute"), EVERY_STAGE_AND_DTYPE)
-def test_c11_every_device_holds_its_share_and_no_device_holds_all_moments(stage, compute):
-    plan, _, _, state = three_steps(stage, compute)
+@pytest.mark.parametrize(("stage", "compute", "engine"), MODES)
+def test_c11_every_device_holds_its_share_and_no_device_holds_all_moments(stage, compute, engine):
+    plan, _, _, state = three_steps(stage, compute, engine)
     held = Counter()
     for leaf, x in zip(plan.leaves, jax.tree.leaves(state), strict=True):
         data = jax.random.key_data(x) if leaf.path == "rng" else x
@@ -263,10 +269,10 @@ def test_c12_an_initialiser_without_random_bits_holds_at_most_twice_its_shard():
     assert memory.output_size_in_bytes + memory.temp_size_in_bytes <= 2 * 8192 * 8192 * 4 // 8
 
 
-@pytest.mark.parametrize(("stage", "compute"), EVERY_STAGE_AND_DTYPE)
-def test_c14_every_byte_of_the_state_is_donated(stage, compute):
+@pytest.mark.parametrize(("stage", "compute", "engine"), MODES)
+def test_c14_every_byte_of_the_state_is_donated(stage, compute, engine):
     """Warnings of unused donations are errors in every test; here the compiled step says what it reuses."""
-    plan, compiled, first, _ = three_steps(stage, compute)
+    plan, compiled, first, _ = three_steps(stage, compute, engine)
     assert all(x.is_deleted() for x in jax.tree.leaves(first))
     held = sum(leaf.bytes_on(plan.mesh) for leaf in plan.leaves)
     memory = compiled.memory_analysis()
@@ -287,12 +293,13 @@ def token_batch(losses, tokens):
 
 
 @pytest.mark.parametrize(("devices", "micro"), [(1, 2), (2, 1), (2, 2), (8, 2)])
-def test_c18_the_loss_is_the_mean_over_tokens_not_the_mean_of_means(devices, micro):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_c18_the_loss_is_the_mean_over_tokens_not_the_mean_of_means(devices, micro, engine):
     """(2, 1) and (90, 9): (2 / 1 + 90 / 9) / 2 = 6.0 is what others reported; 92 / 10 = 9.2 is right."""
     rows = devices * micro
     losses, tokens = np.zeros(max(rows, 2)), np.zeros(max(rows, 2))
     losses[[0, -1]], tokens[[0, -1]] = (2, 90), (1, 9)
-    plan = plan_of(lambda key: {"w": jnp.float32(1)}, optax.sgd(1.0), stage=0, on=mesh(devices), micro=micro)
+    plan = plan_of(lambda key: {"w": jnp.float32(1)}, optax.sgd(1.0), stage=0, on=mesh(devices), micro=micro, engine=engine)
     state, (metrics,) = train(plan, weighed, [token_batch(losses, tokens)])
     np.testing.assert_allclose(metrics["loss"], 9.2, rtol=1e-6)
     np.testing.assert_allclose(metrics["weight"], 10)
@@ -334,10 +341,10 @@ def test_c18_a_loss_that_returns_a_mean_is_told_the_contract():
         zjax.make_train_step(plan_of(lambda key: {"w": jnp.float32(1)}, optax.sgd(1.0), micro=2), zjax.mean_loss(mean))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_c19_tokens_weigh_the_same_on_a_device_with_five_as_on_a_device_with_one(stage):
+@pytest.mark.parametrize(("stage", "engine"), [(0, "partitioner"), (3, "partitioner"), (0, "explicit"), (3, "explicit")])
+def test_c19_tokens_weigh_the_same_on_a_device_with_five_as_on_a_device_with_one(stage, engine):
     """Each of 12 tokens picks its own parameter, so that the gradient is the token's weight."""
-    plan = plan_of(lambda key: {"w": jnp.zeros(12)}, optax.sgd(1.0), stage=stage, on=mesh(2))
+    plan = plan_of(lambda key: {"w": jnp.zeros(12)}, optax.sgd(1.0), stage=stage, on=mesh(2), engine=engine)
     batch = {"tokens": np.arange(12).reshape(2, 6), "mask": np.array([[1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]], "float32")}
     state, _ = train(plan, lambda p, b, rng: (jnp.sum(p["w"][b["tokens"]] * b["mask"]), jnp.sum(b["mask"])), [batch])
     np.testing.assert_allclose(state.params["w"], -batch["mask"].ravel() / 6, rtol=1e-6)
@@ -356,13 +363,28 @@ def test_c20_stages_agree_with_one_device_however_the_batch_is_split(stage, micr
     close(state.params, five_dense_steps(), rtol=1e-6, atol=1e-6)
 
 
+EXPLICIT = [(stage, micro, "sharded") for stage in STAGES for micro in (1, 2, 4)] + [(stage, 4, "local") for stage in (2, 3)]
+PAIRS = [(0, 2, "sharded"), (1, 4, "sharded"), (2, 1, "sharded"), (3, 2, "sharded"), (2, 4, "local"), (3, 4, "local")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "micro", "mode"), [pytest.param(*case, marks=[] if case in PAIRS else pytest.mark.full) for case in EXPLICIT]
+)
+def test_c20_the_explicit_engine_agrees_too(stage, micro, mode):
+    plan = plan_of(mlp, optax.adamw(0.01), stage=stage, micro=micro, mode=mode, engine="explicit")
+    state, _ = train(plan, squared_errors, regression(5))
+    close(state.params, five_dense_steps(), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("micro", [1, 2, 4])
 @pytest.mark.parametrize("degrees", [{"replica": 2}, {"replica": 4}, {"expert": 2}, {"tensor": 2}, {"fsdp": 1, "replica": 8}], ids=str)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.filterwarnings("ignore:zero.stage")
-def test_c20_stages_agree_with_one_device_on_every_mesh(stage, micro, degrees):
-    plan = plan_of(mlp, optax.adamw(0.01), stage=stage, micro=micro, on=mesh(**degrees), rules=[rules.tensor_parallel({"w1": 1})])
+def test_c20_stages_agree_with_one_device_on_every_mesh(stage, micro, degrees, engine):
+    tensor = [rules.tensor_parallel({"w1": 1})]
+    plan = plan_of(mlp, optax.adamw(0.01), stage=stage, micro=micro, on=mesh(**degrees), rules=tensor, engine=engine)
     state, _ = train(plan, squared_errors, regression(5))
     close(state.params, five_dense_steps(), rtol=1e-6, atol=1e-6)
 
@@ -407,15 +429,26 @@ def zeros_ab(key):
     return {"a": jnp.zeros(8), "b": jnp.zeros(8)}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("compute", BOTH_DTYPES)
-def test_c25_c28_clipping_scales_the_gradient_and_both_norms_are_told(stage, compute):
-    plan = plan_of(zeros_ab, optax.sgd(1.0), stage=stage, compute=compute)
+@pytest.mark.parametrize(
+    ("stage", "compute", "engine"),
+    [(stage, compute, "partitioner") for stage in STAGES for compute in ("float32", "bfloat16")]
+    + [(1, "float32", "explicit"), (2, "float32", "explicit"), (3, "bfloat16", "explicit")],
+)
+def test_c25_c28_clipping_scales_the_gradient_and_both_norms_are_told(stage, compute, engine):
+    plan = plan_of(zeros_ab, optax.sgd(1.0), stage=stage, compute=compute, engine=engine)
     state, (metrics,) = train(plan, three_and_four, [np.zeros((8, 1), "float32")], clip=1.0)
     updated = state.params if compute == "float32" else state.opt_state.master
     np.testing.assert_allclose(updated["a"], [-0.6] + [0] * 7, atol=1e-6)
     np.testing.assert_allclose(updated["b"], [0] * 7 + [-0.8], atol=1e-6)
     np.testing.assert_allclose([metrics["grad_norm"], metrics["grad_norm_clipped"]], [5, 1], atol=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "engine"), [(0, "explicit"), (3, "explicit"), (3, "partitioner")])
+def test_c33_a_gradient_over_devices_is_neither_summed_again_nor_left_local(stage, engine):
+    """w = 3 and rows 0 to 7: the gradient of the sum of w * w * x is 168; 8 times that, or one device's part, is what went wrong."""
+    plan = plan_of(lambda key: {"w": jnp.float32(3)}, optax.sgd(1.0), stage=stage, engine=engine)
+    state, (metrics,) = train(plan, lambda p, x, rng: (jnp.sum(p["w"] ** 2 * x), jnp.float32(1 / 8) * x.shape[0]), [np.arange(8.0)])
+    np.testing.assert_allclose([metrics["loss"], metrics["grad_norm"], 3 - float(state.params["w"])], [9 * 28, 168, 168], rtol=1e-6)
 
 
 @pytest.mark.parametrize("clip", [None, 6.0])
@@ -441,11 +474,17 @@ def test_c27_the_norm_of_half_precision_gradients_does_not_overflow():
 
 
 @pytest.mark.parametrize(
-    ("bad", "stage", "compute", "micro"),
-    [("inf", 0, "bfloat16", 1), ("nan", 1, "float32", 2), ("nan", 2, "bfloat16", 2), ("inf", 3, "float32", 1), ("nan", 3, "bfloat16", 1)],
+    ("bad", "stage", "compute", "micro", "engine"),
+    [
+        ("inf", 0, "bfloat16", 1, "partitioner"),
+        ("nan", 1, "float32", 2, "partitioner"),
+        ("nan", 2, "bfloat16", 2, "partitioner"),
+        ("inf", 3, "float32", 1, "partitioner"),
+        ("nan", 3, "bfloat16", 2, "explicit"),
+    ],
 )
-def test_c34_c35_a_step_whose_gradients_are_not_finite_changes_nothing_and_the_next_goes_on(bad, stage, compute, micro):
-    plan = plan_of(mlp, optax.adamw(optax.linear_schedule(0.01, 0.001, 5)), stage=stage, compute=compute, micro=micro)
+def test_c34_c35_a_step_whose_gradients_are_not_finite_changes_nothing_and_the_next_goes_on(bad, stage, compute, micro, engine):
+    plan = plan_of(mlp, optax.adamw(optax.linear_schedule(0.01, 0.001, 5)), stage=stage, compute=compute, micro=micro, engine=engine)
     first, second = regression(2)
     broken = first | {"x": np.where(np.arange(16) == 3, float(bad), first["x"]).astype("float32")}
 

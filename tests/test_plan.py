@@ -295,6 +295,18 @@ def test_every_leaf_that_is_not_sharded_says_why():
                 assert plan.params[name].reason == (reason if stage else "stage 0 shards nothing")
 
 
+def test_an_engine_asked_for_that_cannot_accumulate_without_communication_raises():
+    local = zjax.AccumulationConfig(micro_batches=4, mode="local")
+    build = lambda engine: zjax.build_plan(zjax.ZeroConfig(engine=engine), ones({"w": (8, 8)}), SGD, abstract(), accumulation=local)  # noqa: E731
+    with pytest.raises(ValueError, match=r"accumulation\.mode='local'.*partitioner.*zero\.engine='explicit'.*'sharded'"):
+        build("partitioner")
+    assert build("auto").engine == build("explicit").engine == "explicit"
+    assert "local" not in build("explicit").engine_reason and "communication" in build("auto").engine_reason
+    # FSDP's no_sync holds whole gradients, still unreduced over the data axes.
+    w = build("auto").params["w"]
+    assert (w.rest.spec, w.accumulator.spec, w.partial) == (P("fsdp"), P(), ("fsdp",))
+
+
 # --- optimizers -------------------------------------------------------------------------------------------------------------
 
 SHAPES = {"embed": (256, 128), "layers": {"w": (2, 128, 128), "b": (2, 24)}, "odd": (7,), "scale": ()}

@@ -72,9 +72,9 @@ def mesh(**degrees):
     return zjax.make_mesh(zjax.MeshConfig(**degrees))
 
 
-def plan_of(init_fn=init, *, stage=3, keep=False, units=UNITS, on=None, tx=None, **knobs):
-    zero = zjax.ZeroConfig(stage=stage, reshard_after_forward=not keep)
-    return zjax.build_plan(zero, init_fn, tx or optax.sgd(1.0), on or mesh(), units=units, **knobs)
+def plan_of(init_fn=init, *, stage=3, keep=False, engine="auto", units=UNITS, on=None, **knobs):
+    zero = zjax.ZeroConfig(stage=stage, reshard_after_forward=not keep, engine=engine)
+    return zjax.build_plan(zero, init_fn, optax.sgd(1.0), on or mesh(), units=units, **knobs)
 
 
 def one_step(plan, loss_fn, x):
@@ -118,18 +118,21 @@ REMATS = {"none": None, "full": "full", "dots": "dots", "names": SAVE_HIDDEN}
 MODES = {"0": (0, False), "1": (1, False), "2": (2, False), "3": (3, False), "3-keep": (3, True)}
 
 
-def in_default(mode, remat):
-    """Every mode and every remat, and stage 3 with all."""
-    return mode == "3" or list(REMATS).index(remat) == list(MODES).index(mode) % 4
+def in_default(mode, remat, engine):
+    """Every pair of (mode, engine) and of (remat, engine)."""
+    return list(REMATS).index(remat) == (list(MODES).index(mode) + (engine == "explicit")) % 4
 
 
 @pytest.mark.parametrize(
-    ("mode", "remat"),
-    [pytest.param(*case, marks=[] if in_default(*case) else pytest.mark.full) for case in itertools.product(MODES, REMATS)],
+    ("mode", "remat", "engine"),
+    [
+        pytest.param(*case, marks=[] if in_default(*case) else pytest.mark.full)
+        for case in itertools.product(MODES, REMATS, ("partitioner", "explicit"))
+    ],
 )
-def test_a_marked_function_gives_the_losses_and_gradients_of_one_device(mode, remat):
+def test_a_marked_function_gives_the_losses_and_gradients_of_one_device(mode, remat, engine):
     stage, keep = MODES[mode]
-    agree(one_step(plan_of(stage=stage, keep=keep), marked(REMATS[remat]), batch()), dense_scan())
+    agree(one_step(plan_of(stage=stage, keep=keep, engine=engine), marked(REMATS[remat]), batch()), dense_scan())
 
 
 OTHER_MESHES = [({"replica": 4}, stage) for stage in (1, 2, 3)] + [({"tensor": 4}, stage) for stage in (1, 2, 3)]
@@ -190,7 +193,8 @@ def loss_of(module):
     return loss_fn
 
 
-def test_a_marked_module_class_scanned_over_stacked_layers_gives_the_values_of_one_device():
+@pytest.mark.parametrize("engine", ["partitioner", "explicit"])
+def test_a_marked_module_class_scanned_over_stacked_layers_gives_the_values_of_one_device(engine):
     Marked = zjax.fully_shard(Block, at="layers", remat="full")
     assert issubclass(Marked, Block) and (Marked.__name__, Marked.__doc__) == ("Block", Block.__doc__)
 
@@ -206,12 +210,13 @@ def test_a_marked_module_class_scanned_over_stacked_layers_gives_the_values_of_o
 
         return loss_fn
 
-    plan = plan_of(init_fn, units=("layers[*]",))
+    plan = plan_of(init_fn, units=("layers[*]",), engine=engine)
     start = jax.device_get(zjax.init_state(plan, jax.random.key(0)).params)
     agree(one_step(plan, loss_with(Marked), batch()), dense(loss_with(Block), start, batch()))
 
 
-def test_marked_module_instances_give_the_values_of_one_device_and_stay_where_they_are():
+@pytest.mark.parametrize("engine", ["partitioner", "explicit"])
+def test_marked_module_instances_give_the_values_of_one_device_and_stay_where_they_are(engine):
     """Instances of one class are marked each with its own path, in place, as FSDP2's fully_shard(module) does."""
     model = Decoder(rngs=nnx.Rngs(0))
     before, unmarked = params_of(model), loss_of(model)
@@ -219,11 +224,12 @@ def test_marked_module_instances_give_the_values_of_one_device_and_stay_where_th
         assert zjax.fully_shard(layer, at=f"layers/{i}") is layer
     assert isinstance(model.layers[0], Block)
     jax.tree.map(np.testing.assert_array_equal, params_of(model), before)
-    plan = plan_of(lambda key: before, units=("layers/0", "layers/1", "layers/2"))
+    plan = plan_of(lambda key: before, units=("layers/0", "layers/1", "layers/2"), engine=engine)
     agree(one_step(plan, loss_of(model), batch()), dense(unmarked, before, batch()))
 
 
-def test_a_parameter_in_two_units_gets_the_gradients_of_both():
+@pytest.mark.parametrize("engine", ["partitioner", "explicit"])
+def test_a_parameter_in_two_units_gets_the_gradients_of_both(engine):
     def tied(mark):
         first = mark(lambda p, tokens: p["table"][tokens], at="embed")
         last = mark(lambda p, x: x @ p["embed"]["table"].T, at="")
@@ -236,7 +242,7 @@ def test_a_parameter_in_two_units_gets_the_gradients_of_both():
     table = lambda key=None: {"embed": {"table": jnp.asarray(np.random.default_rng(5).normal(0, 0.1, (40, 16)), jnp.float32)}}  # noqa: E731
     tokens = np.random.default_rng(6).integers(0, 40, (16, 5))
     expected = dense(tied(lambda f, at: f), table(), tokens)
-    agree(one_step(plan_of(table, units=("embed",)), tied(zjax.fully_shard), tokens), expected)
+    agree(one_step(plan_of(table, units=("embed",), engine=engine), tied(zjax.fully_shard), tokens), expected)
 
 
 # --- state that is no parameter ---------------------------------------------------------------------------------------------
@@ -463,6 +469,12 @@ def activations(text):
 @pytest.mark.parametrize(("remat", "keep"), [(None, False), ("full", False), ("full", True)])
 def test_the_residual_stream_stays_on_the_data_axes(remat, keep):
     assert activations(compiled(remat, keep=keep).as_text()) == []
+
+
+def test_a_unit_asks_for_rows_on_the_data_axes_and_leaves_the_other_dims_to_xla():
+    text = lowered(marked("full")).as_text()
+    asked = re.findall(rf"sharding_constraint .*<@mesh, \[(.*)\]> : tensor<{ROWS}x{LENGTH}x{WIDTH}xf32>", text)
+    assert set(asked) == {'{"fsdp"}, {?}, {?}'}
 
 
 def test_a_stream_that_is_gathered_would_be_seen():
