@@ -2,10 +2,10 @@
 
 import json
 import re
+import resource
 import shlex
 import shutil
 import subprocess
-import time
 
 import jax
 import pytest
@@ -87,10 +87,12 @@ def test_presets_have_the_released_parameter_counts(capsys, name, parameters):
 
 
 def test_planning_a_7b_model_takes_seconds_and_one_line_of_stdout():
-    start = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = zjax("plan", config("llama2_7b"), "--config.mesh.fsdp=8", "--json")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - start < 10
+    # The seconds of a processor that nothing else wants; a busy machine takes longer by the clock.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
     assert json.loads(done.stdout)["devices"] == 8
     assert done.stderr == ""
 
