@@ -34,10 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 only when the work was done."""
     arguments, rest = _parser().parse_known_args(argv)
     try:
+        if (count := getattr(arguments, "devices", None)) is not None and count < 1:
+            raise ConfigError(f"--devices={count}: must be positive")
         return arguments.run(arguments, rest)
     except (ConfigError, ValueError, AuditError) as error:
         print(f"zjax {arguments.command}: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader, `head` for instance, has gone: nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print(f"zjax {arguments.command}: interrupted", file=sys.stderr)
         return 130
@@ -96,9 +101,10 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(f"--config={path}: no such file" + (f"; did you mean {near[0]}?" if near else ""))
     sys.path.insert(0, str(Path(path).parent))  # as python does for a script: a config may build on one beside it
     try:
-        values = runpy.run_path(path)["get_config"]()
-    except KeyError:
-        raise ConfigError(f"--config={path}: the file has no get_config() function") from None
+        get_config = runpy.run_path(path).get("get_config")
+        if not callable(get_config):
+            raise ConfigError(f"--config={path}: the file has no get_config() function")
+        values = get_config()
     finally:
         sys.path.pop(0)
     if not isinstance(values, ml_collections.ConfigDict):
@@ -137,14 +143,12 @@ def _train(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def use_devices(count: int | None) -> list[jax.Device]:
     """The devices of this run: accelerators where there are any, else `count` simulated on the CPU, which is said."""
-    if count is not None and count < 1:
-        raise ConfigError(f"--devices={count}: must be positive")
     jax.config.update("jax_num_cpu_devices", count or SIMULATED_DEVICES)
     if not _accelerator_files():
         without_accelerator()
     devices = jax.devices()
     if devices[0].platform == "cpu":
-        print(f"no accelerator: {len(devices)} simulated CPU devices", file=sys.stderr)
+        print(f"no accelerator: {len(devices)} simulated CPU device{'s' if len(devices) > 1 else ''}", file=sys.stderr)
     if count is not None and count > len(devices):
         raise ConfigError(f"--devices={count}: there are {len(devices)} {devices[0].platform} devices")
     return devices[:count]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -214,7 +215,7 @@ class OptimizerConfig:
             self.name,
             f"{_nearest(self.name, OPTIMIZER_KNOBS)}known: {', '.join(OPTIMIZER_KNOBS)}",
         )
-        _require(self.learning_rate >= 0, "optimizer.learning_rate", self.learning_rate, "must not be negative")
+        _require(0 <= self.learning_rate < math.inf, "optimizer.learning_rate", self.learning_rate, "must be finite and not negative")
         _require(
             self.schedule in ("constant", "linear", "cosine"),
             "optimizer.schedule",
@@ -223,6 +224,9 @@ class OptimizerConfig:
         )
         _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "must be 0 or more steps")
         _require(0 <= self.min_ratio <= 1, "optimizer.min_ratio", self.min_ratio, "must lie in [0, 1]")
+        for knob in ("b1", "b2", "momentum"):
+            value = getattr(self, knob)
+            _require(value is None or 0 <= value < 1, f"optimizer.{knob}", value, "must lie in [0, 1)")
         for knob in ("b1", "b2", "eps", "weight_decay", "momentum"):
             _require(
                 getattr(self, knob) is None or knob in OPTIMIZER_KNOBS[self.name],
@@ -312,8 +316,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _check_types(self, "")
         _require(self.steps > 0, "steps", self.steps, "must be positive")
-        _require(self.seed >= 0, "seed", self.seed, "must not be negative")
-        _require(self.clip is None or self.clip > 0, "clip", self.clip, "must be positive, or None not to clip")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "must lie in [0, 2**32)")
+        _require(self.clip is None or 0 < self.clip < math.inf, "clip", self.clip, "must be positive and finite, or None not to clip")
         _require(self.remat in ("none", "full", "dots"), "remat", self.remat, "must be 'none', 'full' or 'dots'")
         _require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "must be 0 or more")
         _require(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,26 @@ class MetricsWriter:
         """Args: the directory; the step the run starts after."""
         path = workdir / "metrics.jsonl"
         self.lines: list[dict[str, Any]] = [line for line in _read(path) if line["step"] <= resumed_at]
-        self._file = path.open("w")
-        for line in self.lines:
-            self._file.write(json.dumps(line) + "\n")
+        # Replaced whole: a run killed here must not lose the history.
+        rewritten = path.with_suffix(".tmp")
+        rewritten.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        rewritten.replace(path)
+        self._file = path.open("a")
         self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=resumed_at + 1)
 
     def write(self, line: dict[str, Any]) -> None:
-        """One step; flushed, so that a killed run leaves whole lines."""
+        """One step; flushed, so that a killed run leaves whole lines. JSON has no NaN or infinity: they become null."""
+        line = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()}
         self.lines.append(line)
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         for name, value in line.items():
-            if name != "step":
+            if name != "step" and value is not None:
                 self._board.add_scalar(name, float(value), line["step"])
 
     def column(self, name: str) -> list[float]:
-        """One metric over all steps so far."""
-        return [line[name] for line in self.lines]
+        """One metric over all steps so far; NaN where it was not finite."""
+        return [math.nan if line[name] is None else line[name] for line in self.lines]
 
     def close(self) -> None:
         """Closes both files."""

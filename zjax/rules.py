@@ -83,12 +83,12 @@ def shard_largest(spec: P, path: str, shape: Shape, mesh: AnyMesh, *, first_dim:
     """
     axes = zero_axes(mesh)
     n = degree(mesh, axes)
-    if n == 1:
-        return spec, f"one device on the sharding axes of this mesh ({', '.join(mesh.axis_names)})"
     if not shape[first_dim:]:
         return spec, "scalar"
     if 0 in shape:
         return spec, "empty"
+    if n == 1:
+        return spec, "one device on the sharding axes of this mesh"
     if set(axes) & set(spec_axes(spec)):
         return spec, None
     free = [dim for dim in range(first_dim, len(shape)) if dim >= len(spec) or spec[dim] is None]

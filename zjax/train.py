@@ -67,7 +67,10 @@ def model_of(config: TrainConfig) -> llama.LlamaFunctions:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    """Prints a line as it is; what the terminal's encoding or a terminal itself cannot show is escaped."""
+    shown = "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+    shown = shown.encode(console.encoding, errors="backslashreplace").decode(console.encoding)
+    console.print(shown, highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
     corpus = load_corpus(config.data)
     if corpus.vocab_size > model.config.vocab_size:
         raise ConfigError(f"model.vocab_size={model.config.vocab_size}: the corpus has {corpus.vocab_size} tokens; raise it to that")
+    batches = Batches(corpus, config.data.global_batch, config.data.sequence_length, config.seed)
     workdir = _usable_workdir(Path(workdir))
     checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep)
     meta = _meta(config, model, corpus)
@@ -110,12 +114,14 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
     entropy = corpus.unigram_entropy()
     _say(console, summary(plan))
     _say(console, f"corpus: {len(corpus):,} tokens, unigram entropy {entropy:.3f} nats; writing to {workdir}")
-    if resumed_at is not None:
+    if resumed_at is not None and resumed_at >= config.steps:
+        _say(console, f"the run is at step {resumed_at} already, steps={config.steps}: nothing to train")
+    elif resumed_at is not None:
         _say(console, f"resuming at step {resumed_at} of {config.steps}")
 
     writer = MetricsWriter(workdir, resumed_at or 0) if first else None
     try:
-        state, stopped_by = _loop(config, plan, model, corpus, state, checkpointer, meta, writer, console)
+        state, stopped_by = _loop(config, plan, model, batches, state, checkpointer, meta, writer, console)
         _save(checkpointer, state, meta)
         checkpointer.close()
         losses = writer.column("loss") if writer else []
@@ -133,16 +139,17 @@ def _loop(
     config: TrainConfig,
     plan: Plan,
     model: llama.LlamaFunctions,
-    corpus: Corpus,
+    batches: Batches,
     state: TrainState,
     checkpointer: Checkpointer,
     meta: dict[str, Any],
     writer: MetricsWriter | None,
     console: Console,
 ) -> tuple[TrainState, int | None]:
+    if int(state.step) >= config.steps:
+        return state, None
     step: TrainStep = make_train_step(plan, model.loss, clip=config.clip)
     schedule = make_schedule(config.optimizer, config.steps)
-    batches = Batches(corpus, config.data.global_batch, config.data.sequence_length, config.seed)
     start, skipped = int(state.step), int(state.skipped_steps)
     clock, pending = time.perf_counter(), None
 
@@ -160,17 +167,14 @@ def _loop(
         line |= {"tokens_per_second": tokens / seconds, "step_applied": applied, "loss_scale": 1.0, "skipped_steps": skipped}
         if writer:
             writer.write(line)
-        bar.update(task, completed=done, loss=values["loss"], speed=tokens / seconds)
+        bar.update(task, completed=done, state=f"loss {values['loss']:.3f}  {tokens / seconds:,.0f} tokens/s")
+        if not console.is_terminal and (done % every == 0 or done == config.steps):
+            _say(console, f"step {done}/{config.steps} loss {values['loss']:.3f}, {tokens / seconds:,.0f} tokens/s")
 
-    columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    with _catch_signals() as caught, Progress(*columns, console=console) as bar:
-        task = bar.add_task("train", total=config.steps, completed=start, loss=float("nan"), speed=0.0)
+    every = max(1, config.steps // 20)  # lines of a log that is no terminal
+    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[state]}"), TimeRemainingColumn()
+    with _catch_signals() as caught, Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("train", total=config.steps, completed=start, state="compiling")
         for index, batch in prefetch(batches, batch_sharding(plan), start, config.steps):
             state, metrics = step(state, batch)
             # One step behind, so that the host reads metrics while the devices work on the next step.
@@ -233,6 +237,9 @@ def _usable_workdir(workdir: Path) -> Path:
     """Makes the directory; ConfigError where it cannot be written."""
     try:
         workdir.mkdir(parents=True, exist_ok=True)
+        for name, is_right in (("checkpoints", Path.is_dir), ("metrics.jsonl", Path.is_file)):
+            if (workdir / name).exists() and not is_right(workdir / name):
+                raise ConfigError(f"workdir {workdir}: {name} is not what a run writes there; choose another with --workdir, or remove it")
         probe = workdir / f".writable-{os.getpid()}"
         probe.touch()
         probe.unlink()
@@ -258,7 +265,7 @@ def _require_same_run(saved: dict[str, Any], ours: dict[str, Any], where: Path) 
             if saved[section].get(name) != value:
                 label = f"model.{name}" if section == "model" else name
                 raise CheckpointError(
-                    f"{where} was saved with {label}={saved[section].get(name)!r}, this run has {value!r}: "
+                    f"{where} was saved with {label}={saved.get(section, {}).get(name)!r}, this run has {value!r}: "
                     "use the same, or another --workdir to start anew"
                 )
 
@@ -266,6 +273,8 @@ def _require_same_run(saved: dict[str, Any], ours: dict[str, Any], where: Path) 
 def _report(
     config: TrainConfig, model: llama.LlamaFunctions, corpus: Corpus, state: TrainState, losses: list[float], entropy: float, workdir: Path, console: Console
 ) -> None:  # fmt: skip
+    if int(state.skipped_steps):
+        _say(console, f"skipped steps: {int(state.skipped_steps)} of {int(state.step)}, whose loss or gradients were not finite")
     if losses:
         last = losses[-10:]
         final = sum(last) / len(last)

@@ -42,14 +42,25 @@ class Checkpointer:
     @property
     def _manager(self) -> ocp.CheckpointManager:
         if self._opened is None:
-            options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, enable_async_checkpointing=True)
+            # A killed process leaves a half-written step under a temporary name, as large as a checkpoint.
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=self._keep, create=True, enable_async_checkpointing=True, cleanup_tmp_directories=True
+            )
             handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
             self._opened = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
         return self._opened
 
     def save(self, state: TrainState, meta: Mapping[str, Any] | None = None) -> None:
-        """Saves the state under its step number, with a JSON-able description of the run."""
-        step = int(state.step)
+        """Saves the state under its step number, with a JSON-able description of the run.
+
+        Raises:
+          CheckpointError: the directory has this step or a later one, so that the new one would not be the newest.
+        """
+        step, latest = int(state.step), self.latest_step()
+        if latest is not None and latest >= step:
+            raise CheckpointError(
+                f"step {step} cannot be saved: {self.directory} has step {latest}; save into another directory, or remove it"
+            )
         arrays = {path: _storable(x) for path, x in named_leaves(state) if x.size}
         with _quiet():
             self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(dict(meta or {}))))
@@ -62,26 +73,43 @@ class Checkpointer:
 
     def meta(self, step: int) -> dict[str, Any]:
         """The description saved with a step."""
-        with _quiet():
+        with self._reading(step):
             return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
     def restore(self, plan: Plan, step: int | None = None) -> TrainState:
         """The state of a step (the newest by default), every leaf read straight into the shard the plan gives it.
 
         Raises:
-          CheckpointError: no checkpoint, or leaves whose path, shape or dtype differ from the plan's.
+          CheckpointError: no checkpoint, one that is damaged, or leaves whose path, shape or dtype differ from the plan's.
         """
         step = self.latest_step() if step is None else step
         if step is None:
             raise CheckpointError(f"no checkpoint in {self.directory}")
         struct = state_struct(plan)
         wanted = {path: _storable_struct(x) for path, x in named_leaves(struct) if x.size}
-        with _quiet():
+        with self._reading(step):
             saved = self._manager.item_metadata(step)["state"].tree
             _require_same_leaves(saved, wanted, self.directory / str(step))
             arrays = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))["state"]
         leaves = [_usable(arrays[path], x) if x.size else _empty(x) for path, x in named_leaves(struct)]
         return jax.tree.unflatten(jax.tree.structure(struct), leaves)
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Turns whatever Orbax raises for a step that is not there, or not whole, into a CheckpointError that names it."""
+        where = self.directory / str(step)
+        if not where.is_dir():
+            raise CheckpointError(f"{self.directory} has no step {step}; it has {', '.join(map(str, self._manager.all_steps())) or 'none'}")
+        try:
+            with _quiet():
+                yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0][:200]
+            raise CheckpointError(
+                f"{where} cannot be read, it is damaged or was not written by zjax ({type(error).__name__}: {first})"
+            ) from error
 
     def wait(self) -> None:
         """Returns when every save is on disk; raises what a background write raised."""
