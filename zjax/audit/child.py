@@ -71,8 +71,8 @@ def compile_request(request: Request, response: Path) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         hlo, figures = compiled.as_text(), _memory(compiled.memory_analysis()) | {"compile_seconds": seconds}
         _store(entry, hlo, figures)
-    else:
-        hlo, figures = found
+        found = _load(entry) or (hlo, figures)  # of several processes that compile the same, all report the first's
+    hlo, figures = found
     (response / "hlo.txt").write_text(hlo)
     return answer | figures
 
@@ -123,8 +123,9 @@ def _store(entry: Path | None, hlo: str, figures: dict[str, Any]) -> None:
         temporary.mkdir(parents=True)
         (temporary / "hlo.txt").write_text(hlo)
         (temporary / "compiled.json").write_text(json.dumps(figures | {"hlo_length": len(hlo)}))
-        shutil.rmtree(entry, ignore_errors=True)  # a damaged one
-        temporary.rename(entry)
+        if _load(entry) is None:
+            shutil.rmtree(entry, ignore_errors=True)  # a damaged one
+            temporary.rename(entry)
     shutil.rmtree(temporary, ignore_errors=True)
 
 
