@@ -115,7 +115,11 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
     _say(console, summary(plan))
     _say(console, f"corpus: {len(corpus):,} tokens, unigram entropy {entropy:.3f} nats; writing to {workdir}")
     if resumed_at is not None and resumed_at >= config.steps:
-        _say(console, f"the run is at step {resumed_at} already, steps={config.steps}: nothing to train")
+        _say(
+            console,
+            f"nothing to train: the run is at step {resumed_at}"
+            + (f" of {config.steps}" if resumed_at == config.steps else f", and steps={config.steps}"),
+        )
     elif resumed_at is not None:
         _say(console, f"resuming at step {resumed_at} of {config.steps}")
 
@@ -262,7 +266,7 @@ def _meta(config: TrainConfig, model: llama.LlamaFunctions, corpus: Corpus) -> d
 def _require_same_run(saved: dict[str, Any], ours: dict[str, Any], where: Path) -> None:
     for section in ("model", "data"):
         for name, value in ours[section].items():
-            if saved[section].get(name) != value:
+            if saved.get(section, {}).get(name) != value:
                 label = f"model.{name}" if section == "model" else name
                 raise CheckpointError(
                     f"{where} was saved with {label}={saved.get(section, {}).get(name)!r}, this run has {value!r}: "
