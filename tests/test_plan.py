@@ -418,10 +418,11 @@ def test_an_optimizers_state_is_placed_and_updated_like_on_one_device(name, stag
     ids=["a random key", "a list for each parameter"],
 )
 def test_an_optimizer_whose_state_is_not_like_the_parameters_is_planned_and_trained(make):
-    plan = plan_of(start, tx=make(), on=mesh())
+    without_scalar = lambda key=None: {name: x for name, x in start().items() if name != "scale"}  # noqa: E731  (SM3 takes none)
+    plan = plan_of(without_scalar, tx=make(), on=mesh())
     assert_covers_the_train_state(plan)
     state, _ = trained(plan, plan_batches())
-    close(state.params, dense(make(), start(), plan_batches()))
+    close(state.params, dense(make(), without_scalar(), plan_batches()))
 
 
 def test_moments_lie_where_a_users_rule_puts_the_parameter():
