@@ -72,6 +72,9 @@ def test_holds_and_sends_what_the_plan_says(case):
 
     assert audit.state_bytes == pytest.approx(sum(leaf.bytes_on(plan.mesh) for leaf in plan.leaves), rel=0.01)
     assert audit.state_bytes < audit.peak_bytes < 100 * MIB
+    # The TPU compiler pads the 688 columns of a gradient to whole tiles a shard, and passes the edges on.
+    halo = made.pop("collective-permute", 0)
+    assert halo <= (0.02 * audit.wire_bytes if audit.target.platform == "tpu" else 0)
     assert made.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
     if audit.target.platform == "cpu":
         # XLA:CPU moves float32 where bf16 was asked, and all-reduces, at twice the bytes, what should be scattered.
