@@ -68,7 +68,9 @@ def test_holds_and_sends_what_the_plan_says(case):
     audit = audited(**case)
     plan, made, planned = audit.plan, sent(audit), traffic_per_step(audit.plan)
     gathered, scattered, reduced = (planned[kind] for kind in ("all_gather", "reduce_scatter", "all_reduce"))
-    near = functools.partial(pytest.approx, rel=0.05, abs=SCALARS)
+    # On TPU the norms, of a few hundred bytes a layer, are gathered and scattered by all-reduces.
+    loose = SCALARS if audit.target.platform != "tpu" else SCALARS + 0.005 * planned["total"]
+    near = functools.partial(pytest.approx, rel=0.05, abs=loose)
 
     assert audit.state_bytes == pytest.approx(sum(leaf.bytes_on(plan.mesh) for leaf in plan.leaves), rel=0.01)
     assert audit.state_bytes < audit.peak_bytes < 100 * MIB
