@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import sys
 import typing
 from pathlib import Path
 
@@ -125,7 +126,8 @@ BROKEN = [
     (CheckpointConfig, {"keep": 0}, "checkpoint.keep=0"),
     (TrainConfig, {"steps": 0}, "steps=0"),
     (TrainConfig, {"seed": -1}, "seed=-1"),
-    (TrainConfig, {"clip": 0.0}, "clip=0.0: must be positive, or None"),
+    (TrainConfig, {"clip": 0.0}, "clip=0.0"),
+    (TrainConfig, {"clip": float("nan")}, "clip=nan"),
     (TrainConfig, {"remat": "some"}, "remat='some'"),
     (TrainConfig, {"sample_tokens": -1}, "sample_tokens=-1"),
     (TrainConfig, {"steps": 5, "optimizer": OptimizerConfig(warmup_steps=6)}, "optimizer.warmup_steps=6: the run has only steps=5"),
@@ -300,7 +302,7 @@ def test_the_library_never_imports_models_or_train():
 
 def test_config_imports_neither_jax_nor_ml_collections_nor_anything_that_does():
     (imports,) = [found for (module, _), found in imports_of_files().items() if module == "config"]
-    assert imports <= {"__future__", "collections", "dataclasses", "difflib", "types", "typing"}
+    assert imports <= sys.stdlib_module_names
 
 
 def test_only_the_command_the_loop_and_the_configs_know_ml_collections():
