@@ -6,7 +6,6 @@ and metrics over the global batch.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +37,7 @@ def gradients(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: j
     """Gradients of the summed loss of the global batch (not yet divided by its weight), and the sums."""
     if plan.engine == "explicit":
         return _explicit(plan, loss_fn, params, batch, rng)
-    grads, sums = _accumulate(plan, _micro_batch(plan, loss_fn), params, batch, rng, _zeros(plan))
+    grads, sums = _accumulate(plan, _micro_batch(plan, loss_fn), params, _split_rows(plan, batch), rng, _zeros(plan))
     return _constrained(plan, grads, "optimizer"), sums
 
 
@@ -63,6 +62,7 @@ def _explicit(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: j
     specs = lambda role: jax.tree.unflatten(plan.params_treedef, [manual_spec(mesh, getattr(leaf, role).spec) for leaf in leaves])  # noqa: E731
     owners = _owners(plan, loss_fn, params, batch, rng)
     owned = {name for name, _ in owners}
+    micro_batched = plan.accumulation.micro_batches > 1
 
     def on_device(params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
         for axis in data_axes(mesh):  # other rows, other randomness; `row_keys` gives what does not depend on the split
@@ -88,11 +88,11 @@ def _explicit(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: j
     return jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(specs("rest"), manual_spec(mesh, plan.batch_spec), P()),
+        in_specs=(specs("rest"), manual_spec(mesh, P(None, *plan.batch_spec) if micro_batched else plan.batch_spec), P()),
         out_specs=(specs("optimizer"), P()),
         axis_names=manual,
         check_vma=False,
-    )(params, batch, rng)
+    )(params, _split_rows(plan, batch), rng)
 
 
 def _owners(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array) -> frozenset[tuple[str, str]]:
@@ -113,12 +113,11 @@ def _accumulate(plan: Plan, micro_batch: Any, params: PyTree, batch: PyTree, rng
             total = _constrained(plan, total, "accumulator")
         return (total, jax.tree.map(jnp.add, carry[1], sums)), None
 
-    batches = jax.tree.map(functools.partial(_split_rows, plan), batch)
     rngs = jax.random.split(rng, n)
-    first = jax.tree.map(lambda x: x[0], (batches, rngs))
+    first = jax.tree.map(lambda x: x[0], (batch, rngs))
     sums = jax.eval_shape(micro_batch, params, *first)[1]
     start = zeros, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
-    return jax.lax.scan(body, start, (batches, rngs))[0]
+    return jax.lax.scan(body, start, (batch, rngs))[0]
 
 
 def _zeros(plan: Plan) -> PyTree:
@@ -131,14 +130,18 @@ def _local_zeros(plan: Plan) -> PyTree:
     return jax.tree.unflatten(plan.params_treedef, zeros)
 
 
-def _split_rows(plan: Plan, x: jax.Array) -> jax.Array:
-    """[rows, ...] -> [micro_batches, rows / micro_batches, ...]; every device keeps the rows it has."""
+def _split_rows(plan: Plan, batch: PyTree) -> PyTree:
+    """[rows, ...] -> [micro_batches, rows / micro_batches, ...], each micro-batch over all data devices.
+
+    Micro-batch m is the m-th run of rows of the global batch, as in DeepSpeed, whatever the mesh: what a row draws at
+    random does not depend on it. Rows change devices for that, which moves no more than the batch.
+    """
     n = plan.accumulation.micro_batches
-    if plan.engine == "explicit":
-        return x.reshape(n, x.shape[0] // n, *x.shape[1:])
-    devices = plan.data_degree
-    split = x.reshape(devices, n, x.shape[0] // (devices * n), *x.shape[1:]).swapaxes(0, 1)
-    return constrain(plan.mesh, split.reshape(n, x.shape[0] // n, *x.shape[1:]), P(None, *plan.batch_spec))
+
+    def split(x: jax.Array) -> jax.Array:
+        return constrain(plan.mesh, x.reshape(n, x.shape[0] // n, *x.shape[1:]), P(None, *plan.batch_spec))
+
+    return jax.tree.map(split, batch) if n > 1 else batch
 
 
 def _constrained(plan: Plan, tree: PyTree, role: str) -> PyTree:

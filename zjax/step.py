@@ -137,7 +137,8 @@ def _step(plan: Plan, loss_fn: LossFn, clip: float | None, state: TrainState, ba
     norm = global_norm(grads)
     factor = clip_factor(norm, clip)
     loss = _over(loss_sum, weight)
-    applied = jnp.isfinite(norm) & jnp.isfinite(loss)
+    # The weight too: a NaN is not > 0, and would pass for a batch that is masked out.
+    applied = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(weight)
 
     new = _update(plan, state, jax.tree.map(lambda g: g * factor, grads))
     # Select, not branch: the choice fuses into the update, and a skipped step leaves every bit as it was.

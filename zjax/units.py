@@ -94,11 +94,21 @@ def _run(
     check_shapes(plan, at, params)
     # Arguments are closed over, so that static ones (strings, booleans) stay static under jax.checkpoint.
     if plan.zero.reshard_after_forward:
-        saved = policy or jax.checkpoint_policies.everything_saveable
-        kept = lambda primitive, *a, **k: False if is_gather(primitive, k) else saved(primitive, *a, **k)  # noqa: E731
-        return jax.checkpoint(lambda p: block(_gather_unit(plan, at, p), *args, **kwargs), policy=kept)(params)
+        return jax.checkpoint(lambda p: block(_gather_unit(plan, at, p), *args, **kwargs), policy=_but_gathered(policy))(params)
     gathered = _gather_unit(plan, at, params)
     return jax.checkpoint(lambda p: block(p, *args, **kwargs), policy=policy)(gathered) if policy else block(gathered, *args, **kwargs)
+
+
+def _but_gathered(policy: RematPolicy | None) -> RematPolicy:
+    """The policy with gathered parameters taken out of what it saves; None saves everything else."""
+
+    def saved(primitive: Any, *args: Any, **params: Any) -> Any:
+        if is_gather(primitive, params):
+            return False
+        # A name is an identity: its input is saved already.
+        return primitive.name != "name" if policy is None else policy(primitive, *args, **params)
+
+    return saved
 
 
 def on_rows_of(block: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,10 +228,12 @@ def join(at: str, name: str) -> str:
 
 def _unit_class(cls: type, at: str, policy: RematPolicy | None) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if plan_context.value is None:
+            return cls.__call__(self, *args, **kwargs)
         graphdef, params, rest = nnx.split(self, nnx.Param, ...)
 
         def run(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-            module = nnx.merge(graphdef, params, rest)
+            module = nnx.merge(graphdef, params, rest, copy=True)  # its variables are written in this trace
             out = on_rows_of(lambda _, *a, **k: cls.__call__(module, *a, **k))(params, *args, **kwargs)
             return out, nnx.split(module, nnx.Param, ...)[2]
 
