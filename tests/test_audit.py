@@ -114,7 +114,6 @@ def test_hybrid_sends_only_the_all_reduce_of_scattered_gradients_between_hosts(c
     assert links["between"] == pytest.approx(traffic_per_step(audit.plan)["all_reduce"], abs=SCALARS)
 
 
-@pytest.mark.xfail(reason="a convert between the all-reduce and its slices, in fusions of its own, is not seen through", strict=True)
 def test_on_cpu_an_all_reduce_stands_for_each_reduce_scatter():
     audit = audited("cpu:8", stage=3, keep=False, replica=1, size="smaller")
     large = [run.collective for run in audit.timeline.runs if run.collective.kind == "all-reduce" and run.wire_bytes > SCALARS]

@@ -24,13 +24,17 @@ MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 
 MESHES = {"1": (1, 1), "8": (1, 8), "2x4": (2, 4), "4x2": (4, 2)}
 MODES = {"0": (0, True), "1": (1, True), "2": (2, True), "3": (3, True), "3-keep": (3, False)}
-FULL = list(itertools.product(MESHES, MODES, (1, 4), ("none", "full")))
+ENGINES = ("partitioner", "explicit")
+FULL = list(itertools.product(MESHES, MODES, (1, 4), ("none", "full"), ENGINES))
 
 
-def covers_pairs(mesh, mode, k, remat):
-    """Every pair of (mesh, mode), and every mesh and every mode with both k and both remat, in 20 runs."""
+def covers_pairs(mesh, mode, k, remat, engine):
+    """Every pair of (mesh, mode), and every mesh and every mode with both k, both remat and both engines, in 20 runs.
+
+    With remat `full` the layer loop is `scan_layers` with its own derivative rule, gathering a layer ahead.
+    """
     i, j = list(MESHES).index(mesh), list(MODES).index(mode)
-    return k == (1, 4)[(i + j) % 2] and remat == ("none", "full")[(i + j // 2) % 2]
+    return (k, remat, engine) == ((1, 4)[(i + j) % 2], ("none", "full")[(i + j // 2) % 2], ENGINES[(i // 2 + j) % 2])
 
 
 CASES = [pytest.param(*case, marks=[] if covers_pairs(*case) else pytest.mark.full) for case in FULL]
@@ -64,11 +68,11 @@ def batch_at(step, masked, rows):
     return {"inputs": np.pad(tokens[:, :-1], pad), "targets": np.pad(tokens[:, 1:], pad), "mask": np.pad(mask, pad)}
 
 
-def run(mesh, mode, k, remat="none", *, masked=False, compute="float32"):
+def run(mesh, mode, k, remat="none", engine="auto", *, masked=False, compute="float32"):
     """20 steps; returns losses, pre-clip norms and final parameters."""
     (replica, fsdp), (stage, reshard) = MESHES[mesh], MODES[mode]
     plan = zjax.build_plan(
-        zjax.ZeroConfig(stage=stage, reshard_after_forward=reshard),
+        zjax.ZeroConfig(stage=stage, reshard_after_forward=reshard, engine=engine),
         lambda key: jax.tree.map(jnp.asarray, params_from("init")),
         optax.adamw(1e-3, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1),
         zjax.make_mesh(zjax.MeshConfig(replica=replica, fsdp=fsdp), jax.devices()[: replica * fsdp]),
@@ -92,18 +96,27 @@ def relative_l2(params, reference):
 
 
 @pytest.mark.filterwarnings("ignore:zjax|zero.stage")
-@pytest.mark.parametrize(("mesh", "mode", "k", "remat"), CASES)
-def test_losses_norms_and_weights_are_those_of_torch_and_deepspeed(mesh, mode, k, remat):
-    losses, norms, params = run(mesh, mode, k, remat)
+@pytest.mark.parametrize(("mesh", "mode", "k", "remat", "engine"), CASES)
+def test_losses_norms_and_weights_are_those_of_torch_and_deepspeed(mesh, mode, k, remat, engine):
+    losses, norms, params = run(mesh, mode, k, remat, engine)
     for peer in FP32_PEERS:
         np.testing.assert_allclose(losses, oracle()[f"loss/{peer}"], rtol=1e-5, err_msg=peer)
         np.testing.assert_allclose(norms, oracle()[f"grad_norm/{peer}"], rtol=1e-5, err_msg=peer)
     assert relative_l2(params, params_from("final")) < 1e-5
 
 
-@pytest.mark.parametrize(("mesh", "mode", "k"), [("2x4", "3", 4), ("8", "3-keep", 1), ("4x2", "2", 4), ("8", "1", 4), ("2x4", "0", 1)])
-def test_uneven_masks_weigh_every_token_the_same(mesh, mode, k):
-    losses, norms, _ = run(mesh, mode, k, masked=True)
+@pytest.mark.parametrize(
+    ("mesh", "mode", "k", "engine"),
+    [
+        ("2x4", "3", 4, "partitioner"),
+        ("8", "3-keep", 1, "explicit"),
+        ("4x2", "2", 4, "explicit"),
+        ("8", "1", 4, "partitioner"),
+        ("2x4", "0", 1, "explicit"),
+    ],
+)
+def test_uneven_masks_weigh_every_token_the_same(mesh, mode, k, engine):
+    losses, norms, _ = run(mesh, mode, k, engine=engine, masked=True)
     for peer in VARLEN_PEERS:
         np.testing.assert_allclose(losses, oracle()[f"loss/{peer}"], rtol=1e-5, err_msg=peer)
         np.testing.assert_allclose(norms, oracle()[f"grad_norm/{peer}"], rtol=1e-5, err_msg=peer)
@@ -112,9 +125,9 @@ def test_uneven_masks_weigh_every_token_the_same(mesh, mode, k):
         assert np.max(np.abs(losses / oracle()[f"loss/{wrong}"] - 1)) > 0.1
 
 
-@pytest.mark.parametrize(("mesh", "mode", "k"), [("2x4", "3", 1), ("8", "2", 4)])
-def test_bf16_compute_with_fp32_master_follows_the_loss_curve(mesh, mode, k):
-    losses, _, _ = run(mesh, mode, k, compute="bfloat16")
+@pytest.mark.parametrize(("mesh", "mode", "k", "engine"), [("2x4", "3", 1, "partitioner"), ("8", "2", 4, "explicit")])
+def test_bf16_compute_with_fp32_master_follows_the_loss_curve(mesh, mode, k, engine):
+    losses, _, _ = run(mesh, mode, k, engine=engine, compute="bfloat16")
     np.testing.assert_allclose(losses, oracle()["loss/reference_fp64"], rtol=1e-3)
 
 

@@ -38,6 +38,12 @@ class LocalParam:
     gradient: jax.Array
     """Zeros in the shape of the piece of the gradient this device accumulates. Never read; what is differentiated."""
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"LocalParam.{name}: a parameter is used outside its unit, where the explicit engine has only this device's piece of it. "
+            "Mark the function that uses it with zjax.fully_shard(at=...), or build the plan with ZeroConfig(engine='partitioner')"
+        )
+
 
 def is_local(x: Any) -> bool:
     """Whether a leaf is a `LocalParam` (for `is_leaf`)."""

@@ -1,4 +1,4 @@
-"""The process that compiles: `python -m zjax.audit.child REQUEST RESPONSE`, with an environment of its own.
+"""The process that compiles, with an environment of its own: `main(REQUEST, RESPONSE)`.
 
 It makes the target's mesh, lets the request lower its program on it, looks whether the same program was compiled before,
 and writes the compiled program's text and memory figures.
@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -127,7 +126,3 @@ def _store(entry: Path | None, hlo: str, figures: dict[str, Any]) -> None:
             shutil.rmtree(entry, ignore_errors=True)  # a damaged one
             temporary.rename(entry)
     shutil.rmtree(temporary, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])

@@ -147,13 +147,25 @@ def _only_sliced(module: Module, computation: Computation, name: str, depth: int
                 return False
         elif user.opcode == "fusion":
             inner = module.computations[dict(user.called)["calls"]]
-            numbers = [number for number, operand in enumerate(user.operands) if operand == name]
-            if not all(
-                number in inner.parameters and _only_sliced(module, inner, inner.parameters[number].name, depth + 1) for number in numbers
-            ):
+            taken = [inner.parameters[number].name for number, operand in enumerate(user.operands) if operand == name]
+            # A fusion that only converts or moves passes it on to its own users.
+            if all(_only_moved(inner, each) for each in taken):
+                if not _only_sliced(module, computation, user.name, depth + 1):
+                    return False
+            elif not all(_only_sliced(module, inner, each, depth + 1) for each in taken):
                 return False
         else:
             return False
+    return True
+
+
+def _only_moved(computation: Computation, name: str) -> bool:
+    """Whether a value reaches the computation's root through moves alone."""
+    while name != computation.root.name:
+        users = computation.users.get(name, ())
+        if len(users) != 1 or users[0].opcode not in _MOVES:
+            return False
+        name = users[0].name
     return True
 
 

@@ -59,7 +59,13 @@ def compile_for_target(request: Request) -> Compiled:
         path = Path(folder)
         (path / "request").write_bytes(_pickled(request))
         environment = child_environment(request.target) | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
-        command = [sys.executable, "-m", "zjax.audit.child", str(path / "request"), folder]
+        command = [
+            sys.executable,
+            "-c",
+            "import sys; from zjax.audit.child import main; main(*sys.argv[1:])",
+            str(path / "request"),
+            folder,
+        ]
         child = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
         if not (path / "response.json").exists():
             raise AuditError(f"{request.target.text}: {_crash(child.returncode, child.stderr)}")
