@@ -320,7 +320,7 @@ def _choose_engine(zero: ZeroConfig, accumulation: AccumulationConfig, mesh: Any
         return zero.engine, "asked for"
     if local:
         return "explicit", "auto: only it accumulates without communication"
-    return "partitioner", "auto: the only engine so far"
+    return "partitioner", "auto: works for every model and mesh"
 
 
 def _unit_of(name: str, units: Sequence[str]) -> tuple[str, bool]:
