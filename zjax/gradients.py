@@ -65,7 +65,7 @@ def _explicit(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: j
     micro_batched = plan.accumulation.micro_batches > 1
 
     def on_device(params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
-        for axis in data_axes(mesh):  # other rows, other randomness; `row_keys` gives what does not depend on the split
+        for axis in data_axes(mesh):  # other rows, other randomness
             rng = jax.random.fold_in(rng, jax.lax.axis_index(axis))
         grads, sums = _accumulate(plan, micro_batch, params, batch, rng, _local_zeros(plan))
         finished = [finish_gradient(plan, leaf, g) for leaf, g in zip(leaves, jax.tree.leaves(grads), strict=True)]
@@ -133,13 +133,14 @@ def _local_zeros(plan: Plan) -> PyTree:
 def _split_rows(plan: Plan, batch: PyTree) -> PyTree:
     """[rows, ...] -> [micro_batches, rows / micro_batches, ...], each micro-batch over all data devices.
 
-    Micro-batch m is the m-th run of rows of the global batch, as in DeepSpeed, whatever the mesh: what a row draws at
-    random does not depend on it. Rows change devices for that, which moves no more than the batch.
+    Micro-batch m has rows m, m + n, m + 2n, ... of the global batch: whatever the mesh, so that what a row draws at random
+    does not depend on it, and without moving a row to another device.
     """
     n = plan.accumulation.micro_batches
 
     def split(x: jax.Array) -> jax.Array:
-        return constrain(plan.mesh, x.reshape(n, x.shape[0] // n, *x.shape[1:]), P(None, *plan.batch_spec))
+        rows = x.reshape(x.shape[0] // n, n, *x.shape[1:]).swapaxes(0, 1)
+        return constrain(plan.mesh, rows, P(None, *plan.batch_spec))
 
     return jax.tree.map(split, batch) if n > 1 else batch
 
