@@ -22,7 +22,9 @@ import zjax
 from zjax.audit import AuditError, audit_program, audit_recipe, targets
 from zjax.audit.child import Request
 from zjax.audit.compile import compile_for_target
+from zjax.audit.findings import Evidence, find
 from zjax.audit.hlo import parse
+from zjax.audit.schedule import Timeline
 from zjax.audit.targets import parse_target
 from zjax.cli import audit_run, load_config, main
 from zjax.config import ConfigError, MeshConfig
@@ -167,6 +169,26 @@ def audited_lower(lower, *arguments, mesh=MeshConfig(), batch=steps.BATCH, plan=
 def found(audit, kind):
     """The findings of a kind, by the op or leaf they concern."""
     return {finding.op: finding for finding in audit.findings if finding.kind == kind}
+
+
+def test_a_step_that_picks_its_kernel_by_the_backend_picks_the_targets():
+    """The process that compiles runs on the CPU; what it compiles must be what would run."""
+    assert not audited_loss(steps.for_gpu_only).findings
+    with pytest.raises(AuditError, match="no kernel for cpu"):
+        audited_loss(steps.for_gpu_only, "cpu:8")
+
+
+@pytest.mark.parametrize(("asked", "found"), [("__cudnn$fmhaSoftmax", ["kernel-replaced"]), ("tpu_custom_call", [])])
+def test_an_attention_kernel_other_than_the_one_asked_for_is_found(asked, found):
+    module = parse(
+        "HloModule m, is_scheduled=true\n\nENTRY %main (p: bf16[8]) -> bf16[8] {\n  %p = bf16[8]{0} parameter(0)\n"
+        '  ROOT %k = bf16[8]{0} custom-call(%p), custom_call_target="tpu_custom_call"\n}\n'
+    )
+    plan = steps.plan_for(8)
+    state = sum(leaf.bytes_on(plan.mesh) for leaf in plan.leaves)
+    memory = {"argument": state, "host_argument": 0, "batch": 0, "alias": state, "peak": state, "temp": 0, "output": state}
+    evidence = Evidence(plan, module, Timeline(), memory, parse_target(GPU), frozenset(plan.params), (asked,))
+    assert [finding.kind for finding in find(evidence)] == found
 
 
 def test_the_healthy_step_has_no_finding():

@@ -32,7 +32,9 @@ def commands():
     return [line for line in lines if line.startswith("zjax ")]
 
 
-@pytest.mark.parametrize("line", [line for line in commands() if line.split()[1] == "plan" or ("compare" in line and "--target" not in line)])
+@pytest.mark.parametrize(
+    "line", [line for line in commands() if line.split()[1] == "plan" or ("compare" in line and "--target" not in line)]
+)
 def test_a_command_that_needs_no_compiler_works(line, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(shlex.split(line)[1:]) == 0

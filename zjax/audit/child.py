@@ -10,10 +10,11 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,14 @@ def compile_request(request: Request, response: Path) -> dict[str, Any]:
     from zjax.mesh import make_mesh
 
     mesh = make_mesh(request.mesh, devices)
-    lowered, marked = request.lower(mesh)
+    with _default_backend(request.target.platform):
+        lowered, marked = request.lower(mesh)
     place = place_of(request.target, mesh.shape, mesh.devices.ravel().tolist())
     answer: dict[str, Any] = {"mesh": dict(mesh.shape), "hosts": place.hosts, "coords": place.coords, "marked": sorted(marked)}
 
-    entry = _cache_entry(request, place, lowered.as_text())
+    text = lowered.as_text()
+    answer["kernels"] = sorted(set(re.findall(r"custom_call @((?:__cudnn\$|triton|tpu_custom_call|mosaic)[\w$.]*)", text)))
+    entry = _cache_entry(request, place, text)
     found = _load(entry)
     if found is None:
         started = time.perf_counter()
@@ -74,6 +78,19 @@ def compile_request(request: Request, response: Path) -> dict[str, Any]:
     hlo, figures = found
     (response / "hlo.txt").write_text(hlo)
     return answer | figures
+
+
+@contextlib.contextmanager
+def _default_backend(platform: str) -> Iterator[None]:
+    """Lets code that picks a kernel by `jax.default_backend()` pick the target's: this process itself runs on the CPU."""
+    import jax
+
+    real = jax.default_backend
+    jax.default_backend = lambda: platform
+    try:
+        yield
+    finally:
+        jax.default_backend = real
 
 
 def _memory(analysis: Any) -> dict[str, int]:

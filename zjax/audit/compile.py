@@ -37,6 +37,8 @@ class Compiled:
     place: Place
     marked: frozenset[str]
     """Parameters that unit marks gathered when the step was traced."""
+    kernels: tuple[str, ...] = ()
+    """Library kernels (cuDNN attention, Pallas, Triton) that the step asks for, as custom-call targets."""
 
 
 def cache_directory() -> str:
@@ -74,7 +76,9 @@ def compile_for_target(request: Request) -> Compiled:
             raise AuditError(f"{request.target.text}: {_readable(answer['error'])}")
         memory = {key: answer[key] for key in ("argument", "output", "alias", "temp", "host_argument", "host_output", "host_temp", "peak")}
         place = Place(answer["mesh"], tuple(answer["hosts"]), tuple(tuple(coord) for coord in answer["coords"]))
-        return Compiled((path / "hlo.txt").read_text(), memory, answer["compile_seconds"], place, frozenset(answer["marked"]))
+        return Compiled(
+            (path / "hlo.txt").read_text(), memory, answer["compile_seconds"], place, frozenset(answer["marked"]), tuple(answer["kernels"])
+        )
 
 
 def _crash(status: int, stderr: str) -> str:

@@ -59,6 +59,7 @@ class Evidence:
     memory: dict[str, int]
     target: Target
     marked: frozenset[str]
+    kernels: tuple[str, ...] = ()
 
 
 def peak_bytes(memory: dict[str, int]) -> int:
@@ -298,7 +299,20 @@ def _wide_on_the_wire(e: Evidence) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def _kernels_replaced(e: Evidence) -> Iterator[Finding]:
+    """Library kernels, attention above all, that the step asks for and the compiled program does not have."""
+    compiled = {x.target for computation in e.module.computations.values() for x in computation.schedule if x.opcode == "custom-call"}
+    for kernel in e.kernels:
+        if kernel not in compiled:
+            yield Finding(
+                "kernel-replaced", kernel, 0,
+                f"the step asks for {kernel}, but the compiled program has {', '.join(sorted(compiled)) or 'no kernel'}: on the device another one would run. "
+                "Choose the kernel by jax.default_backend() or jax.lax.platform_dependent, which an audit answers for its target",
+            )  # fmt: skip
+
+
 _CHECKS = (
+    _kernels_replaced,
     _does_not_fit,
     _state_above_plan,
     _not_donated,

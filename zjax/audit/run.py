@@ -107,7 +107,7 @@ def audit_program(
     timeline = follow(module, compiled.place, goal.chip)
     share = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(batch)) // plan.data_degree
     memory = compiled.memory | {"batch": share}
-    findings = find(Evidence(plan, module, timeline, memory, goal, compiled.marked))
+    findings = find(Evidence(plan, module, timeline, memory, goal, compiled.marked, compiled.kernels))
     return Audit(goal, plan, memory, timeline, tuple(findings), compiled.compile_seconds, _tokens(batch))
 
 
