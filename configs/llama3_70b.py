@@ -8,28 +8,14 @@ Bytes a device over 64 devices: model state 16.4 GiB a device at stage 3 (16/64 
 A step sends 3 x 63/64 x 2 bytes a parameter: 388 GiB a device.
 """
 
+from llama2_7b import get_config as llama2_7b
 from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    return ConfigDict(
-        {
-            "steps": 10_000,
-            "remat": "full",
-            "model": {"preset": "llama3_70b"},
-            "mesh": {"fsdp": 64},
-            "zero": {"stage": 3},
-            "precision": {"compute": "bfloat16"},
-            "optimizer": {
-                "name": "adamw",
-                "learning_rate": 3e-4,
-                "b2": 0.95,
-                "weight_decay": 0.1,
-                "schedule": "cosine",
-                "warmup_steps": 200,
-                "min_ratio": 0.1,
-            },
-            "data": {"path": "stdlib", "global_batch": 256, "sequence_length": 4096},
-            "checkpoint": {"every": 500, "keep": 3},
-        }
-    )
+    config = llama2_7b()
+    config.model.preset = "llama3_70b"
+    config.mesh.fsdp = 64
+    config.data.global_batch = 256
+    config.data.sequence_length = 4096
+    return config

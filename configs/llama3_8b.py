@@ -8,28 +8,12 @@ Bytes a device over 8 devices: model state 15.0 GiB a device at stage 3 (16/8 by
 A step sends 3 x 7/8 x 2 bytes a parameter: 39.3 GiB a device.
 """
 
+from llama2_7b import get_config as llama2_7b
 from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    return ConfigDict(
-        {
-            "steps": 10_000,
-            "remat": "full",
-            "model": {"preset": "llama3_8b"},
-            "mesh": {"fsdp": -1},
-            "zero": {"stage": 3},
-            "precision": {"compute": "bfloat16"},
-            "optimizer": {
-                "name": "adamw",
-                "learning_rate": 3e-4,
-                "b2": 0.95,
-                "weight_decay": 0.1,
-                "schedule": "cosine",
-                "warmup_steps": 200,
-                "min_ratio": 0.1,
-            },
-            "data": {"path": "stdlib", "global_batch": 64, "sequence_length": 4096},
-            "checkpoint": {"every": 500, "keep": 3},
-        }
-    )
+    config = llama2_7b()
+    config.model.preset = "llama3_8b"
+    config.data.sequence_length = 4096
+    return config
