@@ -37,7 +37,7 @@ def gradients(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: j
     """Gradients of the summed loss of the global batch (not yet divided by its weight), and the sums."""
     if plan.engine == "explicit":
         return _explicit(plan, loss_fn, params, batch, rng)
-    grads, sums = _accumulate(plan, _micro_batch(plan, loss_fn), params, _split_rows(plan, batch), rng, _zeros(plan))
+    grads, sums = _accumulate(plan, _micro_batch(plan, loss_fn), params, _split_rows(plan, batch), rng, _zeros)
     return _constrained(plan, grads, "optimizer"), sums
 
 
@@ -67,7 +67,7 @@ def _explicit(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: j
     def on_device(params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
         for axis in data_axes(mesh):  # other rows, other randomness
             rng = jax.random.fold_in(rng, jax.lax.axis_index(axis))
-        grads, sums = _accumulate(plan, micro_batch, params, batch, rng, _local_zeros(plan))
+        grads, sums = _accumulate(plan, micro_batch, params, batch, rng, _local_zeros)
         finished = [finish_gradient(plan, leaf, g) for leaf, g in zip(leaves, jax.tree.leaves(grads), strict=True)]
         return jax.tree.unflatten(plan.params_treedef, finished), psum_rows(plan, sums)
 
@@ -101,7 +101,9 @@ def _owners(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax
     return unit_owners(plan, lambda: loss_fn(params, local, rng))
 
 
-def _accumulate(plan: Plan, micro_batch: Any, params: PyTree, batch: PyTree, rng: jax.Array, zeros: Any) -> tuple[PyTree, Sums]:
+def _accumulate(
+    plan: Plan, micro_batch: Any, params: PyTree, batch: PyTree, rng: jax.Array, zeros: Callable[[Plan], PyTree]
+) -> tuple[PyTree, Sums]:
     n = plan.accumulation.micro_batches
     if n == 1:
         return micro_batch(params, batch, rng)
@@ -116,7 +118,7 @@ def _accumulate(plan: Plan, micro_batch: Any, params: PyTree, batch: PyTree, rng
     rngs = jax.random.split(rng, n)
     first = jax.tree.map(lambda x: x[0], (batch, rngs))
     sums = jax.eval_shape(micro_batch, params, *first)[1]
-    start = zeros, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
+    start = zeros(plan), jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
     return jax.lax.scan(body, start, (batch, rngs))[0]
 
 

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from zjax.collectives import LocalParam, gather_value, is_local, reduce_gradient
-from zjax.plan import Plan
 from zjax.tree import PyTree, named_leaves
 from zjax.units import Tracing, check_shapes, fully_shard, join, on_rows_of, plan_context, record_gathered
 
@@ -101,12 +100,12 @@ def _prefetched(
     def reduced(gradient: list[jax.Array]) -> list[jax.Array]:
         return [reduce_gradient(plan, leaf, g, layer=True) if owned else g for leaf, g, owned in zip(leaves, gradient, mine, strict=True)]
 
-    run = _with_rule(plan, layer, weights_of, reduced, n)
+    run = _with_rule(layer, weights_of, reduced, n)
     x, aux = run([jax.lax.stop_gradient(value) for value in values], carriers, x, arrays, per_layer)
     return (x, aux) if has_aux else x
 
 
-def _with_rule(plan: Plan, layer: Any, weights_of: Any, reduced: Any, n: int) -> Any:
+def _with_rule(layer: Any, weights_of: Any, reduced: Any, n: int) -> Any:
     """The loop as a function with its derivative: (values, carriers, x, arrays, per_layer) -> (x, aux)."""
     at_layer = lambda tree, i: jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False), tree)  # noqa: E731
 
