@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import zjax
 from zjax import rules
+from zjax.describe import summary
 from zjax.optim import global_norm
-from zjax.plan import summary
 from zjax.state import lower_init, unplanned
 from zjax.tree import named_leaves
 

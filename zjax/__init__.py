@@ -12,11 +12,16 @@ from zjax.config import (
     OptimizerConfig,
     PrecisionConfig,
     TrainConfig,
+    Unit,
     ZeroConfig,
 )
+from zjax.describe import bytes_per_device
+from zjax.flags import xla_flags
+from zjax.gradients import mean_loss
 from zjax.layers import scan_layers
 from zjax.mesh import abstract_mesh, make_mesh
-from zjax.plan import LeafPlan, Placement, Plan, build_plan, bytes_per_device
+from zjax.plan import LeafPlan, Placement, Plan, build_plan
+from zjax.rows import global_mean, row_keys
 from zjax.state import TrainState, init_state
-from zjax.step import TrainStep, batch_sharding, make_train_step, mean_loss
-from zjax.units import fully_shard
+from zjax.step import TrainStep, batch_sharding, make_train_step
+from zjax.units import fully_shard, wrap_by_size

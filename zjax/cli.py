@@ -22,9 +22,10 @@ from zjax import train
 from zjax.audit import Audit, AuditError, audit_recipe
 from zjax.audit.targets import parse_target
 from zjax.config import ConfigError, TrainConfig, from_dict
+from zjax.describe import bytes_per_device, spec_text
 from zjax.estimate import traffic_by_link, traffic_per_step
 from zjax.mesh import abstract_mesh
-from zjax.plan import Plan, bytes_per_device, spec_text
+from zjax.plan import Plan
 from zjax_command import quiet_stderr
 
 SIMULATED_DEVICES = 8

@@ -50,21 +50,34 @@ def is_local(x: Any) -> bool:
     return isinstance(x, LocalParam)
 
 
-def gather(plan: Plan, leaf: LeafPlan, x: jax.Array | LocalParam) -> jax.Array:
+def gather(plan: Plan, leaf: LeafPlan, x: jax.Array | LocalParam, wait: jax.Array | None = None) -> jax.Array:
     """The parameter as the unit computes with it; its gradient comes back in the accumulator's placement.
 
-    `x` is the whole leaf (of the global array, or this device's `LocalParam`), or one layer of a stacked leaf.
+    `x` is the whole leaf (of the global array, or this device's `LocalParam`), or one layer of a stacked leaf. Nothing is
+    moved before `wait` is there.
     """
-    if isinstance(x, LocalParam):
-        return checkpoint_name(_gathered_local(plan, leaf, x), GATHERED)
-    assert leaf.forward is not None and leaf.accumulator is not None
     layer = is_layer(leaf, x)
-    return checkpoint_name(_constrained_both_ways(plan.mesh, spec_of(leaf.forward, layer), spec_of(leaf.accumulator, layer))(x), GATHERED)
+    local = isinstance(x, LocalParam)
+
+    @jax.custom_vjp
+    def gathered(value: jax.Array, carrier: jax.Array, wait: jax.Array | None) -> jax.Array:
+        return gather_value(plan, leaf, value, wait)
+
+    def backward(_: None, g: jax.Array) -> tuple[jax.Array | None, jax.Array | None, None]:
+        reduced = reduce_gradient(plan, leaf, g, layer=layer)
+        return (None, reduced, None) if local else (reduced, None, None)
+
+    # Not `gathered` itself: a remat policy has to see the collective, not a call that hides it.
+    gathered.defvjp(lambda value, carrier, wait: (gather_value(plan, leaf, value, wait), None), backward)
+    value, carrier = (x.value, x.gradient) if isinstance(x, LocalParam) else (x, None)
+    return checkpoint_name(gathered(value, carrier, wait), GATHERED)
 
 
-def gather_value(plan: Plan, leaf: LeafPlan, value: jax.Array) -> jax.Array:
+def gather_value(plan: Plan, leaf: LeafPlan, value: jax.Array, wait: jax.Array | None = None) -> jax.Array:
     """The forward of `gather` alone, for layer loops with a derivative rule of their own."""
     assert leaf.forward is not None
+    if wait is not None and leaf.rest.spec != leaf.forward.spec:
+        value, _ = jax.lax.optimization_barrier((value, wait))
     if plan.engine == "explicit":
         return _all_gather(plan, leaf, value)
     return constrain(plan.mesh, value, spec_of(leaf.forward, is_layer(leaf, value)))
@@ -82,6 +95,7 @@ def finish_gradient(plan: Plan, leaf: LeafPlan, gradient: jax.Array) -> jax.Arra
     """Explicit engine, once a step: what is still partial is reduced into the optimizer's shard."""
     assert leaf.accumulator is not None and leaf.optimizer is not None
     partial = set(leaf.partial)
+    gradient = gradient.astype(leaf.reduce)
     gradient = _scatter_dims(plan, gradient, _added_axes(leaf.accumulator.spec, leaf.optimizer.spec, partial))
     left = tuple(axis for axis in leaf.partial if axis not in spec_axes(leaf.optimizer.spec))
     return _psum(plan, gradient, left) if left else gradient
@@ -145,33 +159,31 @@ def is_gather(primitive: Any, params: dict[str, Any]) -> bool:
     return primitive.name in ("sharding_constraint", "all_gather") or (primitive.name == "name" and params.get("name") == GATHERED)
 
 
-def psum_rows(plan: Plan, tree: Any) -> Any:
-    """Explicit engine: sums over every device that holds other rows."""
+def sum_rows(plan: Plan, x: jax.Array) -> jax.Array:
+    """Explicit engine: the sum over every device that holds other rows. Its gradient is summed over them likewise.
+
+    (jax's own rule for `psum` inside a `shard_map` without varying axes would give each device its own part alone.)
+    """
     axes = data_axes(plan.mesh)
-    return jax.tree.map(lambda x: _psum(plan, x, axes), tree) if axes else tree
+    if not axes:
+        return x
+    total = jax.custom_vjp(lambda x: _psum(plan, x, axes))
+    total.defvjp(lambda x: (_psum(plan, x, axes), None), lambda _, g: (_psum(plan, g, axes),))
+    return total(x)
 
 
-def _constrained_both_ways(mesh: AnyMesh, forward: P, backward: P) -> Any:
-    @jax.custom_vjp
-    def identity(x: jax.Array) -> jax.Array:
-        return constrain(mesh, x, forward)
-
-    identity.defvjp(lambda x: (constrain(mesh, x, forward), None), lambda _, g: (constrain(mesh, g, backward),))
-    return identity
+def first_device(plan: Plan, x: jax.Array) -> jax.Array:
+    """Explicit engine: the integers that the first of the data devices has, on all of them."""
+    axes = data_axes(plan.mesh)
+    return jax.lax.psum(jnp.where(data_index(plan.mesh) == 0, x, jnp.zeros_like(x)), axes) if axes else x
 
 
-def _gathered_local(plan: Plan, leaf: LeafPlan, x: LocalParam) -> jax.Array:
-    layer = is_layer(leaf, x)
-
-    @jax.custom_vjp
-    def gathered(value: jax.Array, gradient: jax.Array) -> jax.Array:
-        return _all_gather(plan, leaf, value)
-
-    def backward(_: None, g: jax.Array) -> tuple[None, jax.Array]:
-        return None, _scatter(plan, leaf, g, layer)
-
-    gathered.defvjp(lambda value, gradient: (gathered(value, gradient), None), backward)
-    return gathered(jax.lax.stop_gradient(x.value), x.gradient)
+def data_index(mesh: AnyMesh) -> jax.Array:
+    """Explicit engine: this device's place among those the batch is split over, int32, in the order of the rows."""
+    index = jnp.zeros((), jnp.int32)
+    for axis in data_axes(mesh):
+        index = index * mesh.shape[axis] + jax.lax.axis_index(axis)
+    return index
 
 
 def _all_gather(plan: Plan, leaf: LeafPlan, value: jax.Array) -> jax.Array:
@@ -185,6 +197,7 @@ def _all_gather(plan: Plan, leaf: LeafPlan, value: jax.Array) -> jax.Array:
 def _scatter(plan: Plan, leaf: LeafPlan, gradient: jax.Array, layer: bool) -> jax.Array:
     """A unit's gradient reduced over the axes it does not stay partial over, each device keeping the accumulator's piece."""
     assert leaf.forward is not None and leaf.accumulator is not None
+    gradient = gradient.astype(leaf.reduce)
     scattered = _added_axes(spec_of(leaf.forward, layer), spec_of(leaf.accumulator, layer), set(leaf.zero_axes))
     gradient = _scatter_dims(plan, gradient, scattered)
     done = {axis for _, axes in scattered for axis in axes} | set(leaf.partial)
@@ -202,16 +215,10 @@ def _added_axes(whole: P, sharded: P, among: set[str]) -> list[tuple[int, tuple[
 
 
 def _scatter_dims(plan: Plan, x: jax.Array, dims: Sequence[tuple[int, tuple[str, ...]]]) -> jax.Array:
-    """Reduce-scatters, one mesh axis after the other: over several torus dims at once a TPU makes it an all-reduce.
-
-    The scattered dim is moved to the front: a minor dim cut into pieces that are no multiple of a TPU's 128 lanes would
-    make it an all-reduce too.
-    """
+    """Reduce-scatters, one mesh axis after the other: over several torus dims at once a TPU makes it an all-reduce."""
     for dim, axes in dims:
-        moved = jnp.moveaxis(x, dim, 0)
         for axis in axes:
-            moved = jax.lax.psum_scatter(_widened(plan, moved), axis, scatter_dimension=0, tiled=True).astype(x.dtype)
-        x = jnp.moveaxis(moved, 0, dim)
+            x = jax.lax.psum_scatter(_widened(plan, x), axis, scatter_dimension=dim, tiled=True).astype(x.dtype)
     return x
 
 

@@ -111,6 +111,9 @@ class ZeroConfig:
     reshard_after_forward: bool | int = True
     """Stage 3: True gathers a unit again for its backward; False keeps it gathered from its forward to its backward
     (FSDP2 False, SHARD_GRAD_OP). FSDP2's int (ZeRO++ hpZ) is not available."""
+    reshard_after_backward: bool = True
+    """Stage 3 with micro-batches: False gathers every parameter once a step and keeps it gathered over all of them (FSDP2
+    set_reshard_after_backward(False)): the least traffic, at the memory of whole parameters."""
     persistence_threshold: int = 0
     """Stage 3: parameters with fewer elements (per layer of a stacked leaf) stay whole; their gradients and optimizer
     state are still sharded. 0 as in FSDP; DeepSpeed's stage3_param_persistence_threshold defaults to 100000."""
@@ -120,11 +123,14 @@ class ZeroConfig:
     """Raise where a leaf that should be sharded has no dim that divides, instead of keeping it whole with a reason."""
     engine: str = "auto"
     """How data is moved: `partitioner` (XLA's SPMD partitioner, by sharding constraints), `explicit` (collectives written
-    out in `shard_map`), or `auto`, which picks one for the mesh and says why."""
-
+    out in `shard_map`), or `auto`, which picks one for the plan and says why."""
     prefetch: int = 1
     """Layers whose weights `scan_layers` gathers ahead: 0 or 1. Takes effect with `remat="full"` (FSDP forward_prefetch and
     BACKWARD_PRE, DeepSpeed stage3_prefetch_bucket_size)."""
+    max_gathered_units: int | None = 2
+    """Stage 3: how many units may be gathered at once in the forward; the next waits until the one that many before it is
+    done. 2 is FSDP's limit_all_gathers (compare DeepSpeed stage3_max_live_parameters); None leaves it to XLA. `prefetch`
+    needs prefetch + 1. In the backward a unit is gathered when its turn comes, with `prefetch` one earlier."""
 
     def __post_init__(self) -> None:
         _check_types(self, "zero.")
@@ -142,6 +148,18 @@ class ZeroConfig:
             False,
             f"only stage 3 gathers parameters; with zero.stage={self.stage} leave it True",
         )
+        _require(
+            self.reshard_after_backward or self.stage == 3,
+            "zero.reshard_after_backward",
+            False,
+            f"only stage 3 gathers parameters; with zero.stage={self.stage} leave it True",
+        )
+        _require(
+            self.max_gathered_units is None or self.max_gathered_units > self.prefetch,
+            "zero.max_gathered_units",
+            self.max_gathered_units,
+            f"zero.prefetch={self.prefetch} has {self.prefetch + 1} units gathered at once; set zero.prefetch=0, or this to {self.prefetch + 1} or more",
+        )
         _require(self.persistence_threshold >= 0, "zero.persistence_threshold", self.persistence_threshold, "must be 0 or more elements")
         _require(
             not self.persistence_threshold or self.stage == 3,
@@ -154,12 +172,51 @@ class ZeroConfig:
         )
 
 
+@dataclass(frozen=True)
+class Unit:
+    """What is gathered together, with what is particular to it (FSDP2: one `fully_shard` call and its arguments)."""
+
+    path: str
+    """Path of its parameters; with `[*]` at the end they are stacked, dim 0 counting layers, each a unit of its own."""
+    reshard_after_forward: bool | None = None
+    """Stage 3: as `ZeroConfig.reshard_after_forward`, for this unit; None takes that."""
+    compute: str | None = None
+    """`bfloat16` or `float32`: dtype of its parameters and, cast when it is called, of its input (MixedPrecisionPolicy
+    param_dtype, cast_forward_inputs); None takes `PrecisionConfig.compute`."""
+    reduce: str | None = None
+    """`bfloat16` or `float32`: dtype in which its gradients travel (MixedPrecisionPolicy reduce_dtype); None takes
+    `PrecisionConfig.reduce`."""
+
+    def __post_init__(self) -> None:
+        _check_types(self, f"Unit({self.path!r}).")
+        for name in ("compute", "reduce"):
+            value = getattr(self, name)
+            _require(value in (None, *DTYPES), f"Unit({self.path!r}).{name}", value, f"must be one of {', '.join(DTYPES)}, or None")
+
+    @property
+    def prefix(self) -> str:
+        """The path without the mark of stacked layers."""
+        return self.path.removesuffix("[*]")
+
+    @property
+    def stacked(self) -> bool:
+        """Whether dim 0 of its leaves counts layers."""
+        return self.path.endswith("[*]")
+
+
+DTYPES = ("bfloat16", "float32")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Dtypes of compute. Optimizer state, gradient norms and accumulators are float32."""
+    """Dtypes of compute and of gradients that travel. Optimizer state, gradient norms and accumulators are float32."""
 
     compute: str = "bfloat16"
     """`bfloat16`: parameters and activations in bf16, fp32 master weights in the optimizer state; `float32`: no master."""
+
+    reduce: str | None = None
+    """`bfloat16` or `float32`: dtype in which gradients travel between devices (FSDP reduce_dtype, DeepSpeed
+    communication_data_type); None means that of compute. Another than that of compute takes the explicit engine."""
 
     def __post_init__(self) -> None:
         _check_types(self, "precision.")
@@ -169,7 +226,8 @@ class PrecisionConfig:
             self.compute,
             "float16 needs loss scaling, which is not available; use 'bfloat16'",
         )
-        _require(self.compute in ("bfloat16", "float32"), "precision.compute", self.compute, "must be 'bfloat16' or 'float32'")
+        _require(self.compute in DTYPES, "precision.compute", self.compute, "must be 'bfloat16' or 'float32'")
+        _require(self.reduce in (None, *DTYPES), "precision.reduce", self.reduce, "must be 'bfloat16', 'float32' or None")
 
 
 OPTIMIZER_KNOBS = {

@@ -6,70 +6,149 @@ and metrics over the global batch.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec as P
 
 from zjax.collectives import (
     LocalParam,
     constrain,
+    data_index,
     finish_gradient,
     gather,
+    gather_value,
     local_shape,
     manual_axes,
     manual_spec,
-    psum_rows,
+    sum_rows,
 )
-from zjax.mesh import data_axes
 from zjax.plan import Plan
 from zjax.precision import cast
 from zjax.tree import PyTree
-from zjax.units import Tracing, plan_context, unit_owners
+from zjax.units import Tracing, counting_turns, owners, plan_context, recorded_marks
 
 LossFn = Callable[..., Any]
 Sums = tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]
 
 
+@dataclass(frozen=True)
+class MeanLoss:
+    """A loss that returns one scalar mean, opted in to by `mean_loss`."""
+
+    fn: LossFn
+
+    def __call__(self, params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The mean as a sum of weight 1."""
+        return self.fn(params, batch, rng), jnp.ones((), jnp.float32)
+
+
+def mean_loss(fn: LossFn) -> MeanLoss:
+    """Accepts `fn(params, batch, rng) -> mean` as a loss, for one micro-batch only.
+
+    A mean over a micro-batch is not a micro-batch of the mean once rows weigh differently (masks, padding), so
+    `make_train_step` raises for it with more than one.
+    """
+    return MeanLoss(fn)
+
+
 def gradients(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
-    """Gradients of the summed loss of the global batch (not yet divided by its weight), and the sums."""
+    """Gradients of the summed loss of the global batch (not yet divided by its weight), and the sums.
+
+    Raises:
+      TypeError: a loss that does not keep the loss contract.
+    """
+    marked = _inspect(plan, loss_fn, params, batch, rng)
     if plan.engine == "explicit":
-        return _explicit(plan, loss_fn, params, batch, rng)
-    grads, sums = _accumulate(plan, _micro_batch(plan, loss_fn), params, _split_rows(plan, batch), rng, _zeros)
-    return _constrained(plan, grads, "optimizer"), sums
+        return _explicit(plan, loss_fn, marked, params, batch, rng)
+    return _partitioned(plan, loss_fn, marked, params, batch, rng)
 
 
-def _micro_batch(plan: Plan, loss_fn: LossFn) -> Callable[..., tuple[PyTree, Sums]]:
-    """Partitioner engine: gradients of one micro-batch of global arrays, in the accumulator's spec."""
+def _inspect(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array) -> dict[str, set[str]]:
+    """Traces the loss on one device's rows of a micro-batch: which marks use which parameters, and whether rows are weighed."""
+    share = plan.data_degree * plan.accumulation.micro_batches
+
+    def weight_of(rows: int) -> Any:
+        local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+        return _constant_weight(lambda params, batch, rng: check_sums(loss_fn(params, batch, rng))[1], params, local, rng)
+
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    found: list[Any] = []
+    marked = recorded_marks(plan, lambda: found.append(weight_of(rows // share)))
+    (local,) = found
+    if local is not None and not isinstance(loss_fn, MeanLoss) and share > 1:
+        with plan_context(Tracing(plan, recording=-1)):
+            whole = weight_of(rows)
+        if abs(whole - share * local) > 1e-3 * abs(whole):
+            raise TypeError(
+                f"loss_fn returns the weight {local:g} for {rows // share} rows and {whole:g} for {rows}: a weight is a sum over the rows "
+                "it is given (their number, or that of their tokens), as the loss is. A loss that returns one mean can be wrapped in zjax.mean_loss"
+            )
+    return marked
+
+
+def _constant_weight(weight: Callable[..., jax.Array], *args: Any) -> float | None:
+    """The value of `weight(*args)` if it depends on no argument, from shapes alone; else None."""
+    traced = jax.make_jaxpr(weight)(*args)
+    needed, used = dce_jaxpr(traced.jaxpr, [True])
+    if any(used):
+        return None
+    return float(jax.core.eval_jaxpr(needed, traced.consts)[0])
+
+
+def _partitioned(
+    plan: Plan, loss_fn: LossFn, marked: dict[str, set[str]], params: PyTree, batch: PyTree, rng: jax.Array
+) -> tuple[PyTree, Sums]:
+    """Partitioner engine: gradients of global arrays, in the accumulator's spec."""
+    traced = plan if plan.zero.reshard_after_backward else _gathered_at_rest(plan)
+    tracing, leaves = Tracing(traced, owners(marked)), traced.part("params")
+    shared = {path for path, ats in marked.items() if len(ats) > 1}
 
     def micro_batch(params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
         def summed(params: PyTree) -> tuple[jax.Array, Sums]:
-            sums = check_sums(loss_fn(params, batch, rng))
+            # What several units share is gathered once, here; what no unit has is left to XLA.
+            given = [gather(traced, leaf, x) if leaf.name in shared else x for leaf, x in zip(leaves, jax.tree.leaves(params), strict=True)]
+            sums = _loss_sums(tracing, loss_fn, jax.tree.unflatten(plan.params_treedef, given), batch, rng)
             return sums[0], sums
 
         grads, sums = jax.grad(summed, has_aux=True)(params)
         return _constrained(plan, grads, "accumulator"), sums
 
-    return micro_batch
+    if traced is not plan:
+        params = _constrained(plan, params, "forward")
+    rng = jax.random.fold_in(rng, 0)  # as the first device of the explicit engine
+    grads, sums = _accumulate(plan, micro_batch, params, _split_rows(plan, batch), rng, _zeros)
+    return _constrained(plan, grads, "optimizer"), sums
 
 
-def _explicit(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
+def _explicit(
+    plan: Plan, loss_fn: LossFn, marked: dict[str, set[str]], params: PyTree, batch: PyTree, rng: jax.Array
+) -> tuple[PyTree, Sums]:
     """Explicit engine: the same inside `shard_map`, on what each device holds."""
     mesh, manual = plan.mesh, manual_axes(plan.mesh)
-    leaves = plan.part("params")
-    specs = lambda role: jax.tree.unflatten(plan.params_treedef, [manual_spec(mesh, getattr(leaf, role).spec) for leaf in leaves])  # noqa: E731
-    owners = _owners(plan, loss_fn, params, batch, rng)
-    owned = {name for name, _ in owners}
+    traced = plan if plan.zero.reshard_after_backward else _gathered_at_rest(plan)
+    tracing, leaves = Tracing(traced, owners(marked)), traced.part("params")
+    owned = {name for name, _ in tracing.owners}
+
+    def specs(role: str) -> PyTree:
+        return jax.tree.unflatten(plan.params_treedef, [manual_spec(mesh, getattr(leaf, role).spec) for leaf in plan.part("params")])
+
     micro_batched = plan.accumulation.micro_batches > 1
 
     def on_device(params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
-        for axis in data_axes(mesh):  # other rows, other randomness
-            rng = jax.random.fold_in(rng, jax.lax.axis_index(axis))
+        if traced is not plan:
+            whole = [gather_value(plan, leaf, x) for leaf, x in zip(plan.part("params"), jax.tree.leaves(params), strict=True)]
+            params = jax.tree.unflatten(plan.params_treedef, whole)
+        rng = jax.random.fold_in(rng, data_index(mesh))  # other rows, other randomness
         grads, sums = _accumulate(plan, micro_batch, params, batch, rng, _local_zeros)
         finished = [finish_gradient(plan, leaf, g) for leaf, g in zip(leaves, jax.tree.leaves(grads), strict=True)]
-        return jax.tree.unflatten(plan.params_treedef, finished), psum_rows(plan, sums)
+        return jax.tree.unflatten(plan.params_treedef, finished), jax.tree.map(functools.partial(sum_rows, plan), sums)
 
     def micro_batch(params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
         def summed(carriers: PyTree) -> tuple[jax.Array, Sums]:
@@ -77,12 +156,11 @@ def _explicit(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: j
             local = [LocalParam(value, carrier) for _, value, carrier in pairs]
             # Parameters outside every unit, and those that several units share, belong to the root unit (FSDP): they are
             # gathered once, here.
-            given = [x if leaf.name in owned else gather(plan, leaf, x) for leaf, x in zip(leaves, local, strict=True)]
-            with plan_context(Tracing(plan, owners)):
-                sums = check_sums(loss_fn(jax.tree.unflatten(plan.params_treedef, given), batch, rng))
+            given = [x if leaf.name in owned else gather(traced, leaf, x) for leaf, x in zip(leaves, local, strict=True)]
+            sums = _loss_sums(tracing, loss_fn, jax.tree.unflatten(plan.params_treedef, given), batch, rng)
             return sums[0], sums
 
-        carriers = [jnp.zeros(local_shape(plan, leaf, "accumulator"), leaf.rest.dtype) for leaf in leaves]
+        carriers = [jnp.zeros(local_shape(plan, leaf, "accumulator"), leaf.reduce) for leaf in leaves]
         return jax.grad(summed, has_aux=True)(jax.tree.unflatten(plan.params_treedef, carriers))
 
     return jax.shard_map(
@@ -95,10 +173,15 @@ def _explicit(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: j
     )(params, _split_rows(plan, batch), rng)
 
 
-def _owners(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array) -> frozenset[tuple[str, str]]:
-    rows = plan.data_degree * plan.accumulation.micro_batches
-    local = jax.tree.map(lambda x: jnp.zeros((x.shape[0] // rows, *x.shape[1:]), x.dtype), batch)
-    return unit_owners(plan, lambda: loss_fn(params, local, rng))
+def _loss_sums(tracing: Tracing, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array) -> Sums:
+    with plan_context(tracing), counting_turns():
+        return check_sums(loss_fn(params, batch, rng))
+
+
+def _gathered_at_rest(plan: Plan) -> Plan:
+    """The plan as the marks see it where parameters are gathered once a step, before its micro-batches."""
+    leaves = [dataclasses.replace(leaf, rest=leaf.forward, backward=leaf.forward) if leaf.forward else leaf for leaf in plan.leaves]
+    return dataclasses.replace(plan, leaves=tuple(leaves))
 
 
 def _accumulate(

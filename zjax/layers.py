@@ -16,7 +16,17 @@ import jax.numpy as jnp
 
 from zjax.collectives import LocalParam, gather_value, is_local, reduce_gradient
 from zjax.tree import PyTree, named_leaves
-from zjax.units import Tracing, check_shapes, fully_shard, join, on_rows_of, plan_context, record_gathered
+from zjax.units import (
+    Tracing,
+    cast_stream,
+    check_shapes,
+    fully_shard,
+    join,
+    on_rows_of,
+    plan_context,
+    record_gathered,
+    take_turn,
+)
 
 Block = Callable[..., Any]
 
@@ -56,11 +66,13 @@ def scan_layers(
     if len(lengths) != 1:
         raise ValueError(f"scan_layers(at={at!r}): every leaf needs the same number of layers in dim 0; got {sorted(lengths)}")
     tracing: Tracing | None = plan_context.value
-    zero = tracing.plan.zero if tracing is not None and tracing.recording is None else None
-    ahead = zero is not None and zero.reshard_after_forward and remat == "full" and (zero.prefetch if prefetch is None else prefetch)
-    if tracing is None or not ahead:
-        return _plain(fully_shard(block, at=at, remat=remat), stacked, x, args, per_layer, has_aux)
-    return _prefetched(tracing, block, stacked, x, args, per_layer, has_aux, at, lengths.pop())
+    if tracing is not None and tracing.recording is None:
+        check_shapes(tracing.plan, at, stacked)
+        x = cast_stream(tracing.plan, at, x)  # before the loop: what it carries keeps its dtype
+        kept = any(tracing.plan.params[join(at, name)].kept_gathered for name, _ in named_leaves(stacked, is_leaf=is_local))
+        if remat == "full" and not kept and (tracing.plan.zero.prefetch if prefetch is None else prefetch):
+            return _prefetched(tracing, block, stacked, x, args, per_layer, has_aux, at, lengths.pop())
+    return _plain(fully_shard(block, at=at, remat=remat), stacked, x, args, per_layer, has_aux)
 
 
 def _plain(unit: Block, stacked: PyTree, x: PyTree, args: tuple[Any, ...], per_layer: PyTree, has_aux: bool) -> Any:
@@ -77,12 +89,11 @@ def _prefetched(
     tracing: Tracing, block: Block, stacked: PyTree, x: PyTree, args: tuple[Any, ...], per_layer: PyTree, has_aux: bool, at: str, n: int
 ) -> Any:
     plan = tracing.plan
-    check_shapes(plan, at, stacked)
     named = named_leaves(stacked, is_leaf=is_local)
     treedef = jax.tree.structure(stacked, is_leaf=is_local)
     leaves = [plan.params[join(at, name)] for name, _ in named]
-    # In the explicit engine, what the root unit has gathered arrives whole and is left alone.
-    mine = [plan.engine == "partitioner" or is_local(leaf) for _, leaf in named]
+    # What the root unit has gathered, because another unit uses it too, arrives whole and is left alone.
+    mine = [(leaf.name, at) in tracing.owners for leaf in leaves]
     record_gathered([leaf.name for leaf, owned in zip(leaves, mine, strict=True) if owned], at)
     values = [leaf.value if isinstance(leaf, LocalParam) else leaf for _, leaf in named]
     carriers = [leaf.gradient if isinstance(leaf, LocalParam) else leaf for _, leaf in named]
@@ -93,27 +104,29 @@ def _prefetched(
         out = unit(jax.tree.unflatten(treedef, weights), x, *_merge_arrays(arrays, static), *(() if per_layer is None else (extra,)))
         return out if has_aux else (out, None)
 
-    def weights_of(values: list[jax.Array], i: Any) -> list[jax.Array]:
+    def weights_of(values: list[jax.Array], i: Any, wait: jax.Array | None = None) -> list[jax.Array]:
         sliced = [jax.lax.dynamic_index_in_dim(value, i, 0, keepdims=False) for value in values]
-        return [gather_value(plan, leaf, x) if owned else x for leaf, x, owned in zip(leaves, sliced, mine, strict=True)]
+        return [gather_value(plan, leaf, x, wait) if owned else x for leaf, x, owned in zip(leaves, sliced, mine, strict=True)]
 
     def reduced(gradient: list[jax.Array]) -> list[jax.Array]:
         return [reduce_gradient(plan, leaf, g, layer=True) if owned else g for leaf, g, owned in zip(leaves, gradient, mine, strict=True)]
 
     run = _with_rule(layer, weights_of, reduced, n)
-    x, aux = run([jax.lax.stop_gradient(value) for value in values], carriers, x, arrays, per_layer)
+    wait = take_turn(plan, x)
+    x, aux, last_input = run([jax.lax.stop_gradient(value) for value in values], carriers, x, arrays, per_layer, wait)
+    take_turn(plan, last_input)  # what comes after may be gathered beside the last layer
     return (x, aux) if has_aux else x
 
 
 def _with_rule(layer: Any, weights_of: Any, reduced: Any, n: int) -> Any:
-    """The loop as a function with its derivative: (values, carriers, x, arrays, per_layer) -> (x, aux)."""
+    """The loop as a function with its derivative: (values, carriers, x, arrays, per_layer, wait) -> (x, aux, last input)."""
     at_layer = lambda tree, i: jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False), tree)  # noqa: E731
 
     @jax.custom_vjp
-    def run(values: Any, carriers: Any, x: Any, arrays: Any, per_layer: Any) -> Any:
-        return forward(values, carriers, x, arrays, per_layer)[0]
+    def run(values: Any, carriers: Any, x: Any, arrays: Any, per_layer: Any, wait: Any) -> Any:
+        return forward(values, carriers, x, arrays, per_layer, wait)[0]
 
-    def forward(values: Any, carriers: Any, x: Any, arrays: Any, per_layer: Any) -> Any:
+    def forward(values: Any, carriers: Any, x: Any, arrays: Any, per_layer: Any, wait: Any) -> Any:
         def body(carry: Any, i: Any) -> Any:
             x, weights = carry
             ahead = weights_of(values, i + 1)
@@ -121,11 +134,11 @@ def _with_rule(layer: Any, weights_of: Any, reduced: Any, n: int) -> Any:
             return (y, ahead), (x, aux)
 
         # The last layer stands outside the loop: inside, it would gather a layer too many.
-        (x, weights), (inputs, aux) = jax.lax.scan(body, (x, weights_of(values, 0)), jnp.arange(n - 1))
+        (x, weights), (inputs, aux) = jax.lax.scan(body, (x, weights_of(values, 0, wait)), jnp.arange(n - 1))
         y, last_aux = layer(weights, x, arrays, at_layer(per_layer, n - 1))
         aux = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), aux, last_aux)
         # Its weights are kept: the backward begins with them.
-        return (y, aux), (values, carriers, arrays, per_layer, inputs, x, weights)
+        return (y, aux, x), (values, carriers, arrays, per_layer, inputs, x, weights)
 
     def differentiate(weights: Any, x: Any, arrays: Any, extra: Any, gradient: Any) -> Any:
         floats, rest = _split_floats((arrays, extra))
@@ -134,7 +147,7 @@ def _with_rule(layer: Any, weights_of: Any, reduced: Any, n: int) -> Any:
 
     def backward(residuals: Any, gradient: Any) -> Any:
         values, carriers, arrays, per_layer, inputs, x, weights = residuals
-        gy, gaux = gradient
+        gy, gaux, _ = gradient
         late, gx, gfloats = differentiate(weights, x, arrays, at_layer(per_layer, n - 1), (gy, at_layer(gaux, n - 1)))
         total = [jnp.zeros_like(carrier) for carrier in carriers]
         put = lambda total, g, i: [jax.lax.dynamic_update_index_in_dim(t, each, i, 0) for t, each in zip(total, g, strict=True)]  # noqa: E731
@@ -155,7 +168,7 @@ def _with_rule(layer: Any, weights_of: Any, reduced: Any, n: int) -> Any:
         (gx, _, late, total, gshared), gextra = jax.lax.scan(body, start, (jnp.arange(n - 1), inputs), reverse=True)
         total = put(total, reduced(late), 0)
         gextra = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), gextra, glast)
-        return None, total, gx, _full_cotangent(arrays, gshared), _full_cotangent(per_layer, gextra)
+        return None, total, gx, _full_cotangent(arrays, gshared), _full_cotangent(per_layer, gextra), None
 
     run.defvjp(forward, backward)
     return run

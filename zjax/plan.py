@@ -12,7 +12,6 @@ A ZeRO stage is a choice of specs (Rajbhandari et al. 2020, section 5; FSDP, Zha
 from __future__ import annotations
 
 import functools
-import io
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,14 +23,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from zjax import describe
 from zjax import rules as rules_lib
-from zjax.config import AccumulationConfig, PrecisionConfig, ZeroConfig
+from zjax.config import AccumulationConfig, ConfigError, PrecisionConfig, Unit, ZeroConfig
 from zjax.mesh import AnyMesh, data_axes, degree, shard_shape, spec_axes, zero_axes
-from zjax.precision import cast, compute_dtype, has_master
+from zjax.precision import cast
 from zjax.tree import PyTree, Shape, leaf_bytes, matches, named_leaves, path_name, require_all_used
 
 COUNTERS = (("step", jnp.dtype("int32")), ("skipped_steps", jnp.dtype("int32")), ("rng", jax.eval_shape(jax.random.key, 0).dtype))
@@ -71,6 +68,8 @@ class LeafPlan:
     """The unit the parameter is gathered with; empty for the root unit."""
     stacked: bool = False
     """Whether dim 0 counts layers; each layer is then a unit of its own."""
+    reduce: Any = None
+    """Dtype in which the gradient travels (FSDP2 MixedPrecisionPolicy.reduce_dtype)."""
     zero_axes: tuple[str, ...] = ()
     """Mesh axes over which ZeRO shards this leaf in one role at least."""
     partial: tuple[str, ...] = ()
@@ -82,6 +81,11 @@ class LeafPlan:
     def name(self) -> str:
         """The path inside its own tree (`layers/wq`): what patterns and `fully_shard(at=...)` refer to."""
         return self.path.removeprefix("params/").removeprefix("opt_state/master/")
+
+    @property
+    def kept_gathered(self) -> bool:
+        """Whether the gathered parameter is kept from the forward to the backward (FSDP2 reshard_after_forward=False)."""
+        return self.forward is not None and self.rest.spec != self.forward.spec and self.backward == self.forward
 
     def bytes_on(self, mesh: AnyMesh, role: str = "rest") -> int:
         """Bytes one device holds of the leaf in a role."""
@@ -98,7 +102,7 @@ class Recipe:
     tx: optax.GradientTransformation
     precision: PrecisionConfig
     accumulation: AccumulationConfig
-    units: tuple[str, ...]
+    units: tuple[Unit, ...]
     rules: tuple[rules_lib.Rule, ...]
     shard_placement: Callable[[str, Shape], int | None] | None
 
@@ -118,7 +122,7 @@ class Plan:
     accumulation: AccumulationConfig
     engine: str
     engine_reason: str
-    units: tuple[str, ...]
+    units: tuple[Unit, ...]
     leaves: tuple[LeafPlan, ...]
     """One per leaf of the train state, in its order."""
     batch_spec: P
@@ -154,11 +158,11 @@ class Plan:
 
     def table(self) -> str:
         """Every leaf: shape, dtype, spec in each role, bytes a device, and why it is not sharded."""
-        return _table(self)
+        return describe.table(self)
 
     def diff(self, other: Plan) -> str:
         """The leaves and roles in which `other` differs, one a line; empty where none does."""
-        return "\n".join(_differences(self, other))
+        return "\n".join(describe.differences(self, other))
 
 
 def build_plan(
@@ -169,7 +173,7 @@ def build_plan(
     *,
     precision: PrecisionConfig = PrecisionConfig(compute="float32"),  # noqa: B008  (frozen)
     accumulation: AccumulationConfig = AccumulationConfig(),  # noqa: B008
-    units: Sequence[str] = (),
+    units: Sequence[str | Unit] = (),
     rules: Sequence[rules_lib.Rule] = (),
     shard_placement: Callable[[str, Shape], int | None] | None = None,
 ) -> Plan:
@@ -182,8 +186,9 @@ def build_plan(
       mesh: from `make_mesh`, or `abstract_mesh` to plan for devices that are not there.
       precision: compute dtype, and with it whether there is an fp32 master.
       accumulation: micro-batches per step; above 1 gradients are held in float32.
-      units: path prefixes gathered together. `"layers[*]"`: leaves below `layers` are stacked, their dim 0 counts
-        layers, ZeRO never shards it, and each layer is a unit. Leaves of no unit belong to the root unit.
+      units: path prefixes gathered together, or `Unit`s where one has a policy of its own. `"layers[*]"`: leaves below
+        `layers` are stacked, their dim 0 counts layers, ZeRO never shards it, and each layer is a unit. Leaves of no
+        unit belong to the root unit.
       rules: the user's rules, applied before ZeRO's (`zjax.rules`).
       shard_placement: FSDP2's shard_placement_fn, `(path, shape) -> dim` or None for ZeRO's choice.
 
@@ -197,7 +202,8 @@ def build_plan(
     require_all_used(zero.ignored, names, "zero.ignored")
     for rule in rules:
         require_all_used(getattr(rule, "patterns", ()), names, "rules")
-    require_all_used([unit.removesuffix("[*]") for unit in units], names, "units")
+    declared = tuple(unit if isinstance(unit, Unit) else Unit(unit) for unit in units)
+    require_all_used([unit.prefix for unit in declared], names, "units")
     for name, leaf in named:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(f"params/{name} is {leaf.dtype}{list(leaf.shape)}: parameters are trained, so they must be floating")
@@ -205,9 +211,10 @@ def build_plan(
         warnings.warn(f"zero.stage={zero.stage} on a mesh with one device to shard over: nothing is sharded", stacklevel=2)
 
     chain = [*rules, *([rules_lib.placement(shard_placement)] if shard_placement else [])]
-    engine, engine_reason = _choose_engine(zero, accumulation, mesh)
-    params = [_plan_param(name, leaf.shape, zero, precision, accumulation, mesh, engine, chain, units) for name, leaf in named]
-    master = [_plan_master(leaf) for leaf in params] if has_master(precision) else []
+    _reject_idle_knobs(zero, accumulation, declared)
+    engine, engine_reason = _choose_engine(zero, precision, accumulation, declared, mesh)
+    params = [_plan_param(name, leaf.shape, zero, precision, accumulation, mesh, engine, chain, declared) for name, leaf in named]
+    master = [_plan_master(leaf) for leaf in params] if any(leaf.rest.dtype != jnp.float32 for leaf in params) else []
 
     optimized = cast_shapes(shapes, jnp.float32)
     inner_shapes = jax.eval_shape(tx.init, optimized)
@@ -224,7 +231,7 @@ def build_plan(
         accumulation=accumulation,
         engine=engine,
         engine_reason=engine_reason,
-        units=tuple(units),
+        units=declared,
         leaves=(counters["step"], *params, *master, *inner, counters["rng"], counters["skipped_steps"]),
         batch_spec=rules_lib.at_dim(0, axes) if axes else P(),
         residual_spec=rules_lib.at_dim(0, axes) if axes else P(),
@@ -236,7 +243,7 @@ def build_plan(
             tx=tx,
             precision=precision,
             accumulation=accumulation,
-            units=tuple(units),
+            units=declared,
             rules=tuple(rules),
             shard_placement=shard_placement,
         ),
@@ -257,17 +264,17 @@ def _plan_param(
     mesh: AnyMesh,
     engine: str,
     chain: Sequence[rules_lib.Rule],
-    units: Sequence[str],
+    units: Sequence[Unit],
 ) -> LeafPlan:
     unit, stacked = _unit_of(name, units)
     if stacked and not shape:
-        raise ValueError(f"params/{name}: unit {unit!r} is stacked, but this leaf is a scalar")
+        raise ValueError(f"params/{name}: unit {unit.prefix!r} is stacked, but this leaf is a scalar")
     spec = P()
     for rule in chain:
         spec = rule(spec, name, shape, mesh)
     if stacked and len(spec) and spec[0] is not None:
         raise ValueError(
-            f"params/{name}: a rule shards dim 0 of shape {shape}, which counts the layers of unit {unit!r}; shard another dim"
+            f"params/{name}: a rule shards dim 0 of shape {shape}, which counts the layers of unit {unit.prefix!r}; shard another dim"
         )
     axes = zero_axes(mesh)
     whole = _without(spec, axes)
@@ -281,8 +288,10 @@ def _plan_param(
     persistent = zero.stage == 3 and math.prod(shape[int(stacked) :]) < zero.persistence_threshold
     if persistent and reason is None:
         reason = f"parameter kept whole: {math.prod(shape[int(stacked) :])} < persistence_threshold {zero.persistence_threshold}"
-    dtype = compute_dtype(precision)
-    gradient_dtype = dtype if accumulation.micro_batches == 1 else jnp.dtype("float32")
+    dtype = jnp.dtype(unit.compute or precision.compute)
+    reduce = jnp.dtype(unit.reduce or precision.reduce or dtype)
+    gradient_dtype = reduce if accumulation.micro_batches == 1 else jnp.dtype("float32")
+    reshard = zero.reshard_after_forward if unit.reshard_after_forward is None else unit.reshard_after_forward
     rest = sharded if zero.stage == 3 and not persistent else whole
     micro_batched = accumulation.micro_batches > 1
     scattered = zero.stage >= 2 and not (accumulation.mode == "local" and micro_batched)
@@ -297,38 +306,62 @@ def _plan_param(
         shape=shape,
         rest=Placement(rest, dtype),
         forward=Placement(whole, dtype),
-        backward=Placement(rest if zero.reshard_after_forward else whole, dtype),
+        backward=Placement(rest if reshard else whole, dtype),
         accumulator=Placement(accumulator, gradient_dtype),
         optimizer=Placement(sharded if zero.stage >= 1 else whole, jnp.dtype("float32")),
-        unit=unit,
+        unit=unit.prefix,
         stacked=stacked,
+        reduce=reduce,
         zero_axes=tuple(axis for axis in axes if axis in spec_axes(sharded)) if zero.stage else (),
         partial=partial,
         reason=reason if zero.stage else "stage 0 shards nothing",
     )
 
 
-def _choose_engine(zero: ZeroConfig, accumulation: AccumulationConfig, mesh: AnyMesh) -> tuple[str, str]:
-    """The engine and why; ValueError where the one asked for cannot do what the configs say."""
-    local = accumulation.mode == "local" and accumulation.micro_batches > 1
-    if zero.engine == "partitioner" and local:
-        raise ValueError(
-            "accumulation.mode='local': the partitioner reduces gradients in every micro-batch; use zero.engine='explicit' (or 'auto'), "
-            "or accumulation.mode='sharded'"
+def _reject_idle_knobs(zero: ZeroConfig, accumulation: AccumulationConfig, units: Sequence[Unit]) -> None:
+    """ConfigError for a knob of which nothing would come."""
+    if not zero.reshard_after_backward and accumulation.micro_batches == 1:
+        raise ConfigError(
+            "zero.reshard_after_backward=False: it keeps parameters gathered from one micro-batch to the next, and "
+            "accumulation.micro_batches is 1; leave it True"
         )
+    for unit in units:
+        if unit.reshard_after_forward is not None and zero.stage < 3:
+            raise ConfigError(
+                f"Unit({unit.path!r}).reshard_after_forward={unit.reshard_after_forward}: only stage 3 gathers parameters; "
+                f"with zero.stage={zero.stage} leave it None"
+            )
+
+
+def _choose_engine(
+    zero: ZeroConfig, precision: PrecisionConfig, accumulation: AccumulationConfig, units: Sequence[Unit], mesh: AnyMesh
+) -> tuple[str, str]:
+    """The engine and why; ConfigError where the one asked for cannot do what the configs say."""
+    needs_explicit = {
+        "accumulation.mode='local': the partitioner reduces gradients in every micro-batch": accumulation.mode == "local"
+        and accumulation.micro_batches > 1,
+        "precision.reduce: the partitioner reduces gradients in the dtype they are computed in": any(
+            (unit.reduce or precision.reduce) not in (None, unit.compute or precision.compute) for unit in (*units, Unit(""))
+        ),
+    }
+    reasons = [reason for reason, needed in needs_explicit.items() if needed]
+    if zero.engine == "partitioner" and reasons:
+        raise ConfigError(f"{reasons[0]}; use zero.engine='explicit' (or 'auto'), or accumulation.mode='sharded' and precision.reduce=None")
     if zero.engine != "auto":
         return zero.engine, "asked for"
-    if local:
-        return "explicit", "auto: only it accumulates without communication"
-    return "partitioner", "auto: works for every model and mesh"
+    if reasons:
+        return "explicit", f"auto, for {reasons[0]}"
+    if degree(mesh, data_axes(mesh)) == 1:
+        return "partitioner", "auto: one device has the whole batch, so there is nothing to move"
+    if not units:
+        return "partitioner", "auto: no units are declared, so XLA decides when parameters are gathered"
+    return "explicit", "auto: every unit is gathered and scattered where the plan says, and nowhere else"
 
 
-def _unit_of(name: str, units: Sequence[str]) -> tuple[str, bool]:
+def _unit_of(name: str, units: Sequence[Unit]) -> tuple[Unit, bool]:
     """The most deeply nested unit the leaf lies in, and whether its layers are stacked."""
-    prefixes = {unit.removesuffix("[*]"): unit.endswith("[*]") for unit in units}
-    containing = [prefix for prefix in prefixes if matches(prefix, name)]
-    unit = max(containing, key=len, default="")
-    return unit, any(prefixes[prefix] for prefix in containing)
+    containing = [unit for unit in units if matches(unit.prefix, name)]
+    return max(containing, key=lambda unit: len(unit.prefix), default=Unit("")), any(unit.stacked for unit in containing)
 
 
 def _without(spec: P, axes: Sequence[str]) -> P:
@@ -407,95 +440,8 @@ def _reject_double_accumulation(inner_shapes: PyTree, accumulation: Accumulation
         )
 
 
-def bytes_per_device(plan: Plan) -> dict[str, int]:
-    """Bytes a device holds of parameters, gradients, master, optimizer state, secondary copies and on the host.
-
-    `model_state` is their sum on the device (ZeRO paper, section 3.1: parameters, gradients, optimizer state).
-    """
-    held = {
-        "params": sum(leaf.bytes_on(plan.mesh) for leaf in plan.part("params")),
-        "gradients": sum(leaf.bytes_on(plan.mesh, "accumulator") for leaf in plan.part("params")),
-        "master": sum(leaf.bytes_on(plan.mesh) for leaf in plan.part("master")),
-        "optimizer": sum(leaf.bytes_on(plan.mesh) for leaf in plan.part("optimizer")),
-        "secondary": 0,
-        "host": sum(leaf.bytes_on(plan.mesh) for leaf in plan.leaves if leaf.rest.memory_kind != "device"),
-    }
-    return held | {"model_state": sum(held.values()) - held["host"]}
-
-
 def require_devices(plan: Plan) -> Mesh:
     """The plan's mesh, if it has devices; ValueError for one built on an abstract mesh."""
     if not isinstance(plan.mesh, Mesh):
         raise ValueError("this plan was built on an abstract mesh, which has no devices: build it on zjax.make_mesh(...) to run it")
     return plan.mesh
-
-
-ROLES = ("rest", "forward", "backward", "accumulator", "optimizer")
-
-
-def mode_name(zero: ZeroConfig, mesh: AnyMesh) -> str:
-    """The mode in the words of DeepSpeed and FSDP."""
-    names = {0: "stage 0 (DDP, NO_SHARD)", 1: "stage 1 (ZeRO-1)", 2: "stage 2 (ZeRO-2)", 3: "stage 3 (ZeRO-3, FULL_SHARD)"}
-    name = names[zero.stage] if zero.reshard_after_forward else "stage 3, reshard_after_forward=False (SHARD_GRAD_OP)"
-    replicas = degree(mesh, data_axes(mesh)) // degree(mesh, [axis for axis in data_axes(mesh) if axis in zero_axes(mesh)])
-    return f"{name}, hybrid over {replicas} replicas (HYBRID_SHARD, MiCS)" if zero.stage and replicas > 1 else name
-
-
-def summary(plan: Plan) -> str:
-    """What the plan is, in a few lines: mode, mesh, engine, precision, accumulation, bytes a device."""
-    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items() if size > 1) or "1 device"
-    held = bytes_per_device(plan)
-    parameters = sum(math.prod(leaf.shape) for leaf in plan.part("params"))
-    micro = plan.accumulation.micro_batches
-    return "\n".join(
-        [
-            f"{mode_name(plan.zero, plan.mesh)} on {mesh}; engine {plan.engine} ({plan.engine_reason})",
-            f"{parameters:,} parameters, compute {plan.precision.compute}"
-            f"{', fp32 master' if has_master(plan.precision) else ''}; {micro} micro-batch{'es' if micro > 1 else ''} a step",
-            "MiB a device: " + ", ".join(f"{name} {held[name] / 2**20:.2f}" for name in held if held[name]),
-        ]
-    )
-
-
-def _table(plan: Plan) -> str:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("leaf", "shape", "dtype", *ROLES, "bytes/device", "why not sharded"):
-        table.add_column(column, no_wrap=True, justify="right" if column == "bytes/device" else "left")
-    for leaf in plan.leaves:
-        specs = [spec_text(placed.spec) if placed else "" for placed in (getattr(leaf, role) for role in ROLES)]
-        shape = "x".join(map(str, leaf.shape)) or "scalar"
-        table.add_row(leaf.path, shape, str(leaf.rest.dtype), *specs, f"{leaf.bytes_on(plan.mesh):,}", leaf.reason or "")
-    # rich pads and wraps to the console; a plan is compared as text, so it gets all the width it wants.
-    console = Console(file=io.StringIO(), width=10_000, color_system=None)
-    console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    return summary(plan) + "\n" + "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
-
-
-def spec_text(spec: P) -> str:
-    """`R` for replicated, else one entry a sharded-up-to dim: `(-, fsdp)`."""
-    entries = ["-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else entry for entry in spec]
-    return f"({', '.join(entries)})" if entries else "R"
-
-
-def _placement_text(placed: Placement | None) -> str:
-    return f"{spec_text(placed.spec)} {placed.dtype} {placed.memory_kind}" if placed else "absent"
-
-
-def _differences(one: Plan, other: Plan) -> list[str]:
-    mine, theirs = {leaf.path: leaf for leaf in one.leaves}, {leaf.path: leaf for leaf in other.leaves}
-    lines = []
-    for path in dict.fromkeys([*mine, *theirs]):
-        a, b = mine.get(path), theirs.get(path)
-        if a is None or b is None:
-            lines.append(f"{path}: only in the {'second' if a is None else 'first'} plan")
-            continue
-        if a.shape != b.shape:
-            lines.append(f"{path}: shape {a.shape} -> {b.shape}")
-        for role in ROLES:
-            if getattr(a, role) != getattr(b, role):
-                lines.append(f"{path}: {role} {_placement_text(getattr(a, role))} -> {_placement_text(getattr(b, role))}")
-            elif a.shape == b.shape and a.bytes_on(one.mesh, role) != b.bytes_on(other.mesh, role):
-                what = "" if role == "rest" else f"{role} "
-                lines.append(f"{path}: {what}bytes a device {a.bytes_on(one.mesh, role):,} -> {b.bytes_on(other.mesh, role):,}")
-    return lines

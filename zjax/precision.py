@@ -9,20 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from zjax.config import PrecisionConfig
 from zjax.tree import PyTree
-
-
-def compute_dtype(config: PrecisionConfig) -> Any:
-    """Dtype of `state.params` and of gradients before accumulation."""
-    return jnp.dtype(config.compute)
-
-
-def has_master(config: PrecisionConfig) -> bool:
-    """Whether the optimizer state holds fp32 master weights."""
-    return compute_dtype(config) != jnp.float32
 
 
 def cast(tree: PyTree, dtype: Any) -> PyTree:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.plan import COUNTERS, Plan, require_devices
-from zjax.precision import cast, compute_dtype, has_master
+from zjax.precision import cast
 from zjax.tree import PyTree
 
 
@@ -85,10 +85,11 @@ def lower_init(plan: Plan) -> jax.stages.Lowered:
 def _init(plan: Plan, rng: jax.Array) -> TrainState:
     params_key, state_key = jax.random.split(rng)
     optimized = cast(plan.recipe.init_fn(params_key), jnp.float32)
+    dtypes = jax.tree.unflatten(plan.params_treedef, [leaf.rest.dtype for leaf in plan.part("params")])
     return TrainState(
         step=jnp.zeros((), jnp.int32),
-        params=cast(optimized, compute_dtype(plan.precision)),
-        opt_state=OptState(optimized if has_master(plan.precision) else None, plan.recipe.tx.init(optimized)),
+        params=jax.tree.map(lambda x, dtype: x.astype(dtype), optimized, dtypes),
+        opt_state=OptState(optimized if plan.part("master") else None, plan.recipe.tx.init(optimized)),
         rng=state_key,
         skipped_steps=jnp.zeros((), jnp.int32),
     )

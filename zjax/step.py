@@ -8,6 +8,7 @@ that a token counts the same wherever it lands. Metrics are `{name: (sum, weight
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,33 +18,13 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zjax.gradients import LossFn, gradients
+from zjax.flags import xla_flags
+from zjax.gradients import LossFn, MeanLoss, gradients
 from zjax.mesh import data_axes
 from zjax.optim import clip_factor, global_norm
 from zjax.plan import Plan, require_devices
 from zjax.state import OptState, TrainState, state_shardings, state_struct
 from zjax.tree import PyTree, named_leaves
-from zjax.units import Tracing, plan_context
-
-
-@dataclass(frozen=True)
-class MeanLoss:
-    """A loss that returns one scalar mean, opted in to by `mean_loss`."""
-
-    fn: LossFn
-
-    def __call__(self, params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The mean as a sum of weight 1."""
-        return self.fn(params, batch, rng), jnp.ones((), jnp.float32)
-
-
-def mean_loss(fn: LossFn) -> MeanLoss:
-    """Accepts `fn(params, batch, rng) -> mean` as a loss, for one micro-batch only.
-
-    A mean over a micro-batch is not a micro-batch of the mean once rows weigh differently (masks, padding), so
-    `make_train_step` raises for it with more than one.
-    """
-    return MeanLoss(fn)
 
 
 @dataclass(frozen=True)
@@ -58,24 +39,26 @@ class TrainStep:
     plan: Plan
     loss_fn: LossFn
     clip: float | None
+    compiler_options: Mapping[str, str] | None
+    """As given; None for those of `xla_flags`."""
     jitted: Any
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step. ValueError where the batch does not divide by data devices x micro-batches."""
         check_batch(self.plan, batch)
-        with plan_context(Tracing(self.plan)):
-            return self.jitted(state, batch)
+        return self.jitted(state, batch)
 
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """The step lowered for batches of these shapes (arrays or `jax.ShapeDtypeStruct`s), without running it."""
         check_batch(self.plan, batch)
         sharding = batch_sharding(self.plan)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
-        with plan_context(Tracing(self.plan)):
-            return self.jitted.lower(state_struct(self.plan), shapes)
+        return self.jitted.lower(state_struct(self.plan), shapes)
 
 
-def make_train_step(plan: Plan, loss_fn: LossFn, *, clip: float | None = None) -> TrainStep:
+def make_train_step(
+    plan: Plan, loss_fn: LossFn, *, clip: float | None = None, compiler_options: Mapping[str, str] | None = None
+) -> TrainStep:
     """The train step of a plan: jitted, the state donated, every output pinned to the plan.
 
     Args:
@@ -83,6 +66,7 @@ def make_train_step(plan: Plan, loss_fn: LossFn, *, clip: float | None = None) -
       loss_fn: see the loss contract above; its parameters come in the compute dtype. `rng` differs by step and
         micro-batch.
       clip: largest global gradient norm, by DeepSpeed's factor max(1, (norm + 1e-6) / clip); None does not clip.
+      compiler_options: XLA's settings for this program, by name; by default those of `zjax.xla_flags`.
 
     Raises:
       ValueError: an abstract mesh, or `mean_loss` with more than one micro-batch.
@@ -104,8 +88,9 @@ def make_train_step(plan: Plan, loss_fn: LossFn, *, clip: float | None = None) -
         in_shardings=(state_shardings(plan), batch_sharding(plan)),
         out_shardings=(state_shardings(plan), NamedSharding(mesh, P())),
         donate_argnums=0,
+        compiler_options=xla_flags(mesh.devices.flat[0].platform, plan) if compiler_options is None else dict(compiler_options),
     )
-    return TrainStep(plan, loss_fn, clip, jitted)
+    return TrainStep(plan, loss_fn, clip, compiler_options, jitted)
 
 
 def batch_sharding(plan: Plan) -> NamedSharding:

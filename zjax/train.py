@@ -25,12 +25,14 @@ from zjax import rules
 from zjax.checkpoint import Checkpointer, CheckpointError
 from zjax.config import ConfigError, TrainConfig
 from zjax.data import DTYPES, Batches, Corpus, load_corpus, prefetch
+from zjax.describe import summary
+from zjax.flags import xla_flags
 from zjax.mesh import AnyMesh, make_mesh
 from zjax.metrics import MetricsWriter, draw_loss_curve
 from zjax.models import llama
 from zjax.models.sample import sample_tokens
 from zjax.optim import make_optimizer, make_schedule
-from zjax.plan import Plan, build_plan, summary
+from zjax.plan import Plan, build_plan
 from zjax.state import TrainState, init_state
 from zjax.step import TrainStep, batch_sharding, check_batch, make_train_step
 
@@ -113,6 +115,8 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
 
     entropy = corpus.unigram_entropy()
     _say(console, summary(plan))
+    if flags := xla_flags(jax.default_backend(), plan):
+        _say(console, "XLA options: " + ", ".join(f"{name}={value}" for name, value in flags.items()))
     _say(console, f"corpus: {len(corpus):,} tokens, unigram entropy {entropy:.3f} nats; writing to {workdir}")
     if resumed_at is not None and resumed_at >= config.steps:
         _say(

@@ -10,19 +10,21 @@ import contextlib
 import contextvars
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from flax import nnx
+import jax.extend
+import jax.numpy as jnp
+from flax import linen, nnx
 
 from zjax.collectives import constrain_rows, gather, is_gather, is_local, local_shape
 from zjax.plan import Plan
 from zjax.tree import PyTree, named_leaves
 
 plan_context = jax.make_user_context(default_value=None)
-"""`with plan_context(Tracing(plan)):` makes the unit marks traced inside it obey the plan."""
+"""`with plan_context(Tracing(plan, owners)):` makes the unit marks traced inside it obey the plan."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Tracing:
     """What the marks of a step that is being traced go by."""
 
     plan: Plan
-    owners: frozenset[tuple[str, str]] | None = None
-    """(parameter, the `at` of the mark that gathers it); None: every mark gathers what it is given."""
+    owners: frozenset[tuple[str, str]] = frozenset()
+    """(parameter, the `at` of the one mark that gathers it)."""
     recording: int | None = None
     """Set while the marks only say what they would gather. Unique, so that no earlier trace is used in its place."""
 
@@ -45,32 +47,45 @@ def current_plan() -> Plan | None:
 RematPolicy = Callable[..., Any]
 
 
-def fully_shard(block: Any, *, at: str, remat: str | RematPolicy | None = None) -> Any:
+def fully_shard(block: Any, *, at: str | None = None, remat: str | RematPolicy | None = None) -> Any:
     """Marks a unit: its parameters are gathered for its forward and again for its backward, its gradient scattered.
 
     FSDP2 `fully_shard(module)`, FSDP1 auto-wrapping, a DeepSpeed ZeRO-3 sub-module. Outside a train step the mark does
-    nothing.
+    nothing. Units nest: an inner unit gathers its own parameters, the outer one what is left (FSDP2). A parameter that
+    several units use (tied weights) is gathered once a step, with the root unit, and its gradients are summed before they
+    are scattered. Several small modules make one unit as the parameters of one function, or by marking what holds them
+    (FSDP2 `fully_shard([a, b])`; `wrap_by_size` does it by size). What FSDP2 gives as arguments of each call
+    (`reshard_after_forward`, `mp_policy`) are fields of `Unit` in `build_plan(units=...)`, `ignored_params` is
+    `ZeroConfig.ignored`, and `shard_placement_fn` an argument of `build_plan`.
 
     Args:
-      block: a function `block(params, x, ...)`, a `flax.nnx` module class (a subclass is returned) or a `flax.nnx`
-        module instance (it is changed in place and returned, as FSDP2 does). `x`, its first argument, is the residual
-        stream or the token ids, rows in dim 0; it and every output with as many rows are kept on the data axes.
+      block: a function `block(params, x, ...)`; a `flax.nnx` or `flax.linen` module class (a subclass is returned) or
+        instance (changed in place and returned, as FSDP2 does). `x`, its first argument, is the residual stream or the token ids, rows in dim 0; it and every output
+        with as many rows are kept on the data axes.
       at: path of the parameters in the params pytree (`layers`, `decoder/embed`, or "" for the whole). Leaves below it
-        must have the plan's shapes; those of a stacked unit (`units=("layers[*]",)`) come one layer at a time.
+        must have the plan's shapes; those of a stacked unit (`units=("layers[*]",)`) come one layer at a time. A linen
+        module knows its path, and needs none.
       remat: recompute the block in the backward: `"full"` (all but its inputs), `"dots"` (keep matrix products without
         batch dims), a `jax.checkpoint` policy, or None. Give it here rather than wrapping the block in
         `jax.checkpoint`: what is recomputed and what is gathered again is one decision, and with
         `reshard_after_forward=False` gathered parameters are kept outside the recomputed part.
 
-    Raises (when a step is traced):
-      ValueError: a leaf whose path or shape differs from the plan's.
+    Raises:
+      ValueError: `at` is missing; when a step is traced: a leaf whose path or shape differs from the plan's.
     """
     policy = remat_policy(remat)
+    if isinstance(block, type) and issubclass(block, linen.Module):
+        return _linen_class(block, at, policy)
+    if isinstance(block, linen.Module):
+        object.__setattr__(block, "__class__", _linen_class(type(block), at, policy))
+        return block
+    if at is None:
+        raise ValueError("fully_shard: at=... is missing: the path of the unit's parameters in the params pytree")
     if isinstance(block, type) and issubclass(block, nnx.Module):
-        return _unit_class(block, at, policy)
+        return _nnx_class(block, at, policy)
     if isinstance(block, nnx.Module):
         # As FSDP2 does: the instance gets a class of its own, its parameters stay where they are.
-        block.__class__ = _unit_class(type(block), at, policy)
+        block.__class__ = _nnx_class(type(block), at, policy)
         return block
 
     @functools.wraps(block)
@@ -80,26 +95,108 @@ def fully_shard(block: Any, *, at: str, remat: str | RematPolicy | None = None) 
     return unit
 
 
+def wrap_by_size(module: nnx.Module, min_parameters: int, *, at: str = "", remat: str | RematPolicy | None = None) -> tuple[str, ...]:
+    """Marks the submodules of an nnx module as units of at least so many parameters, bottom-up, in place.
+
+    FSDP's `size_based_auto_wrap_policy`: a module becomes a unit once what its own units leave over reaches
+    `min_parameters` elements; smaller modules are gathered with the unit that holds them. Lists and other modules that
+    are not called are not units, and the module itself is left to the root unit.
+
+    Returns the units' paths, for `build_plan(units=...)`.
+    """
+    wrapped: list[str] = []
+
+    def visit(node: nnx.Module, path: str) -> int:
+        left = sum(visit(child, join(path, str(name))) for name, child in nnx.iter_children(node))
+        own = [value for value in vars(node).values() if isinstance(value, nnx.Param)]
+        left += sum(param.get_value().size for param in own)
+        if path == at or not callable(node) or left < min_parameters:
+            return left
+        fully_shard(node, at=path, remat=remat)
+        wrapped.append(path)
+        return 0
+
+    visit(module, at)
+    return tuple(wrapped)
+
+
 def _run(
     block: Callable[..., Any], at: str, policy: RematPolicy | None, params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     tracing: Tracing | None = plan_context.value
     if tracing is None:
         return jax.checkpoint(lambda p: block(p, *args, **kwargs), policy=policy)(params) if policy else block(params, *args, **kwargs)
-    plan = tracing.plan
+    check_shapes(tracing.plan, at, params)
     if tracing.recording is not None:
-        check_shapes(plan, at, params)
         with _noted([join(at, name) for name, _ in named_leaves(params)], at):
             return block(params, *args, **kwargs)
-    check_shapes(plan, at, params)
+    args = (cast_stream(tracing.plan, at, args[0]), *args[1:]) if args else args
+    gathered, kept = _gather_of(tracing, at, params, args)
     # Arguments are closed over, so that static ones (strings, booleans) stay static under jax.checkpoint.
-    if plan.zero.reshard_after_forward:
-        return jax.checkpoint(lambda p: block(_gather_unit(plan, at, p), *args, **kwargs), policy=_but_gathered(policy))(params)
-    gathered = _gather_unit(plan, at, params)
-    return jax.checkpoint(lambda p: block(p, *args, **kwargs), policy=policy)(gathered) if policy else block(gathered, *args, **kwargs)
+    if not kept:
+        return jax.checkpoint(lambda p: block(gathered(p), *args, **kwargs), policy=but_gathered(policy))(params)
+    params = gathered(params)
+    return jax.checkpoint(lambda p: block(p, *args, **kwargs), policy=policy)(params) if policy else block(params, *args, **kwargs)
 
 
-def _but_gathered(policy: RematPolicy | None) -> RematPolicy:
+def _gather_of(tracing: Tracing, at: str, params: PyTree, args: tuple[Any, ...]) -> tuple[Callable[[PyTree], PyTree], bool]:
+    """What gathers a unit's parameters, and whether they are kept for the backward; other units' stay as they are."""
+    plan, named = tracing.plan, named_leaves(params, is_leaf=is_local)
+    paths = [join(at, name) for name, _ in named]
+    mine = [(path, at) in tracing.owners for path in paths]
+    leaves = [plan.params[path] for path in paths]
+    record_gathered([path for path, owned in zip(paths, mine, strict=True) if owned], at)
+    wait = take_turn(plan, args)
+
+    def gathered(params: PyTree) -> PyTree:
+        given = jax.tree.leaves(params, is_leaf=is_local)
+        whole = [gather(plan, leaf, x, wait) if owned else x for leaf, x, owned in zip(leaves, given, mine, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_local), whole)
+
+    return gathered, any(leaf.kept_gathered for leaf, owned in zip(leaves, mine, strict=True) if owned)
+
+
+def cast_stream(plan: Plan, at: str, x: PyTree) -> PyTree:
+    """A unit's input in the unit's dtype, where a plan has units of several (FSDP2 MixedPrecisionPolicy.cast_forward_inputs)."""
+    if not any(unit.compute for unit in plan.units):
+        return x
+    dtypes = {leaf.rest.dtype for name, leaf in plan.params.items() if name == at or name.startswith(at + "/" if at else "")}
+    if len(dtypes) != 1:
+        return x
+    dtype = dtypes.pop()
+    is_float = lambda leaf: isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_float(leaf) else leaf, x)
+
+
+_turns: contextvars.ContextVar[list[tuple[Any, Any]] | None] = contextvars.ContextVar("zjax_turns", default=None)
+
+
+@contextlib.contextmanager
+def counting_turns() -> Iterator[None]:
+    """Around the tracing of one loss: units know those called before them, for `ZeroConfig.max_gathered_units`."""
+    token = _turns.set([])
+    try:
+        yield
+    finally:
+        _turns.reset(token)
+
+
+def take_turn(plan: Plan, args: PyTree) -> jax.Array | None:
+    """Notes a unit's input; returns what its gather has to wait for: the end of the unit `max_gathered_units` before it.
+
+    Units are in turn only within one trace: inside a loop or a recomputed function a new count begins.
+    """
+    turns, limit = _turns.get(), plan.zero.max_gathered_units
+    inputs = [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
+    if turns is None or limit is None or plan.zero.stage < 3 or not inputs:
+        return None
+    trace = jax.extend.core.get_opaque_trace_state()
+    turns.append((trace, inputs[0]))
+    before = [x for state, x in turns if state == trace]
+    return before[-limit] if len(before) > limit else None
+
+
+def but_gathered(policy: RematPolicy | None) -> RematPolicy:
     """The policy with gathered parameters taken out of what it saves; None saves everything else."""
 
     def saved(primitive: Any, *args: Any, **params: Any) -> Any:
@@ -142,19 +239,6 @@ def remat_policy(remat: str | RematPolicy | None) -> RematPolicy | None:
     return named[remat]
 
 
-def _gather_unit(plan: Plan, at: str, params: PyTree) -> PyTree:
-    """The unit's parameters, gathered; those that another unit gathers, or has, stay as they are."""
-    owners = plan_context.value.owners
-    gathered = []
-    for name, x in named_leaves(params, is_leaf=is_local):
-        path = join(at, name)
-        mine = owners is None or (path, at) in owners
-        if mine:
-            record_gathered([path], at)
-        gathered.append(gather(plan, plan.params[path], x) if mine else x)
-    return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_local), gathered)
-
-
 _recorded: contextvars.ContextVar[Any] = contextvars.ContextVar("zjax_marked", default=None)
 _around: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("zjax_marks_around", default=())
 
@@ -195,13 +279,18 @@ def _noted(paths: list[str], at: str) -> Iterator[None]:
 _recordings = itertools.count()
 
 
-def unit_owners(plan: Plan, loss: Callable[[], Any]) -> frozenset[tuple[str, str]]:
-    """(parameter, `at`) of the one unit that gathers it, found by tracing `loss()` with marks that only record.
+def recorded_marks(plan: Plan, trace: Callable[[], Any]) -> dict[str, set[str]]:
+    """For each parameter of a unit the `at` of the marks that use it, found by `trace()`, which traces the loss.
 
-    Parameters outside every unit, and those that several units share, have none: they belong to the root unit.
+    Parameters outside every unit, and those that several units share, belong to the root unit.
     """
     with record_marked() as marked, plan_context(Tracing(plan, recording=next(_recordings))):
-        jax.eval_shape(loss)
+        trace()
+    return marked
+
+
+def owners(marked: Mapping[str, set[str]]) -> frozenset[tuple[str, str]]:
+    """(parameter, `at`) of those that one unit gathers."""
     return frozenset((path, next(iter(ats))) for path, ats in marked.items() if len(ats) == 1)
 
 
@@ -226,7 +315,7 @@ def join(at: str, name: str) -> str:
     return "/".join(part for part in (at, name) if part)
 
 
-def _unit_class(cls: type, at: str, policy: RematPolicy | None) -> type:
+def _nnx_class(cls: type, at: str, policy: RematPolicy | None) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if plan_context.value is None:
             return cls.__call__(self, *args, **kwargs)
@@ -241,4 +330,35 @@ def _unit_class(cls: type, at: str, policy: RematPolicy | None) -> type:
         nnx.update(self, new_rest)
         return out
 
+    return _subclass(cls, call)
+
+
+def _linen_class(cls: Any, at: str | None, policy: RematPolicy | None) -> type:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tracing: Tracing | None = plan_context.value
+        if (tracing is None and policy is None) or self.is_initializing():
+            return cls.__call__(self, *args, **kwargs)
+        path = "/".join(self.path) if at is None else at
+        params = self.variables.get("params", {})
+        if tracing is None:
+            return linen.remat(lambda module: cls.__call__(module, *args, **kwargs), policy=policy)(self)
+        check_shapes(tracing.plan, path, params)
+        if tracing.recording is not None:
+            with _noted([join(path, name) for name, _ in named_leaves(params)], path):
+                return cls.__call__(self, *args, **kwargs)
+        args = (cast_stream(tracing.plan, path, args[0]), *args[1:]) if args else args
+        gathered, kept = _gather_of(tracing, path, params, args)
+        run = lambda module: on_rows_of(lambda _, *a, **k: cls.__call__(module, *a, **k))(None, *args, **kwargs)  # noqa: E731
+        in_trace = lambda collections: collections | {"params": gathered(collections["params"])}  # noqa: E731
+        if not kept:
+            return linen.remat(linen.map_variables(run, "params", in_trace), policy=but_gathered(policy))(self)
+        inner = linen.remat(run, policy=policy) if policy else run
+        return linen.map_variables(inner, "params", in_trace)(self)
+
+    return _subclass(cls, call)
+
+
+def _subclass(cls: type, call: Callable[..., Any]) -> type:
+    """`cls` under its own name (linen names parameters after classes), called through the mark."""
+    functools.update_wrapper(call, cls.__call__, updated=())
     return type(cls.__name__, (cls,), {"__call__": call, "__doc__": cls.__doc__, "__module__": cls.__module__})

@@ -205,8 +205,12 @@ def _gradient_all_reduce(e: Evidence) -> Iterator[Finding]:
     layers = [shape[int(leaf.stacked) :] for leaf, shape in zip(scattered, whole, strict=True)]
     keys = {_key(shape) for shape in (*whole, *layers)}
     keys |= {(math.prod(key),) for key in keys}  # flattened, where XLA:GPU combines several
+    # Stage 1 in the partitioner all-reduces whole gradients; that each device then uses its slice is what the plan says.
+    sliced_by_plan = e.plan.engine == "partitioner" and e.plan.zero.stage == 1
     for run in _large(e.timeline, "all-reduce"):
         c = run.collective
+        if c.emulates == "reduce-scatter" and sliced_by_plan:
+            continue
         if c.emulates:
             yield Finding(
                 "emulated-collective", c.op_name or c.name, round(run.wire_bytes),
@@ -290,7 +294,10 @@ def _wrong_axis(e: Evidence) -> Iterator[Finding]:
 def _wide_on_the_wire(e: Evidence) -> Iterator[Finding]:
     if e.plan.precision.compute != "bfloat16" or e.target.platform == "cpu":
         return
-    for run in _large(e.timeline, "all-gather", "reduce-scatter", "all-reduce"):
+    params = e.plan.part("params")
+    wide = {"all-gather"} if any(leaf.rest.dtype == "float32" for leaf in params) else set()
+    wide |= {"reduce-scatter", "all-reduce"} if any(leaf.reduce == "float32" for leaf in params) else set()
+    for run in _large(e.timeline, *sorted({"all-gather", "reduce-scatter", "all-reduce"} - wide)):
         c = run.collective
         if "f32" in c.dtypes:
             yield Finding(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,9 @@ from rich.table import Table
 from zjax.audit.findings import Finding, peak_bytes
 from zjax.audit.schedule import Run, Timeline
 from zjax.audit.targets import Target
+from zjax.describe import mode_name
 from zjax.estimate import minimum_wire_bytes
-from zjax.plan import Plan, mode_name
+from zjax.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Audit:
     compile_seconds: float
     tokens: int | None
     """Tokens of the global batch, for the model's FLOP utilisation; None where the batch does not tell."""
+    compiler_options: Mapping[str, str]
+    """XLA's settings that the program was compiled with."""
 
     @property
     def parameters(self) -> int:
@@ -97,6 +101,7 @@ class Audit:
             "exposed_seconds": self.exposed_seconds,
             "predicted_step_seconds": self.timeline.seconds,
             "kernels": [{"name": name, "count": count, "cost": "unknown"} for name, count in sorted(self.timeline.unknown_kernels.items())],
+            "compiler_options": dict(self.compiler_options),
             "findings": [finding.to_json() for finding in self.findings],
             "compile_seconds": self.compile_seconds,
         }
@@ -112,6 +117,9 @@ class Audit:
         say(
             f"{mode_name(self.plan.zero, self.plan.mesh)} on {self.target.text} ({mesh}), {self.parameters:,} parameters, compiled in {self.compile_seconds:.1f} s"
         )
+        say(f"engine {self.plan.engine} ({self.plan.engine_reason})")
+        if self.compiler_options:
+            say("XLA options: " + ", ".join(f"{name}={value}" for name, value in self.compiler_options.items()))
         say(
             f"a device holds: state {_gib(self.state_bytes)}, peak {_gib(self.peak_bytes)} of {_gib(self.target.chip.memory)}, temporary {_gib(self.memory['temp'])}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from zjax.audit.report import Audit
 from zjax.audit.schedule import follow
 from zjax.audit.targets import parse_target
 from zjax.config import MeshConfig
+from zjax.flags import xla_flags
 from zjax.mesh import AXES, abstract_mesh, degree, physical_axes, resolve_degrees
 from zjax.plan import Plan, Recipe
 from zjax.step import LossFn, TrainStep, check_batch, make_train_step
@@ -45,7 +47,16 @@ def audit(step: TrainStep, batch: PyTree, *, target: str, mesh: MeshConfig | Non
         here = step.plan.mesh
         degrees = {axis: degree(here, physical_axes(here, axis)) for axis in AXES}
         mesh = MeshConfig(**(degrees | {"fsdp": -1}))
-    return audit_recipe(step.plan.recipe, step.loss_fn, batch, target=target, mesh=mesh, clip=step.clip, keep_hlo=keep_hlo)
+    return audit_recipe(
+        step.plan.recipe,
+        step.loss_fn,
+        batch,
+        target=target,
+        mesh=mesh,
+        clip=step.clip,
+        compiler_options=step.compiler_options,
+        keep_hlo=keep_hlo,
+    )
 
 
 def audit_recipe(
@@ -56,24 +67,29 @@ def audit_recipe(
     target: str,
     mesh: MeshConfig,
     clip: float | None = None,
-    compiler_options: dict[str, str] | None = None,
+    compiler_options: Mapping[str, str] | None = None,
     keep_hlo: str | Path | None = None,
 ) -> Audit:
-    """`audit` without a step: from the recipe of a plan. The same arguments and errors otherwise."""
+    """`audit` without a step: from the recipe of a plan. The same arguments and errors otherwise.
+
+    `compiler_options` are as in `make_train_step`.
+    """
     goal = parse_target(target)
     resolve_degrees(mesh, goal.devices)
     plan = recipe.build(abstract_mesh(mesh, goal.devices))
     check_batch(plan, batch)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     lower = functools.partial(_lower_step, recipe, loss_fn, clip=clip, batch=shapes)
-    return audit_program(lower, plan, shapes, target=target, mesh=mesh, compiler_options=compiler_options, keep_hlo=keep_hlo)
+    options = xla_flags(target, plan) if compiler_options is None else compiler_options
+    return audit_program(lower, plan, shapes, target=target, mesh=mesh, compiler_options=options, keep_hlo=keep_hlo)
 
 
 def _lower_step(
     recipe: Recipe, loss_fn: LossFn, mesh: Mesh, *, clip: float | None, batch: PyTree
 ) -> tuple[jax.stages.Lowered, frozenset[str]]:
     with record_marked() as marked:
-        lowered = make_train_step(recipe.build(mesh), loss_fn, clip=clip).lower(batch)
+        # The compiler's options come with the request; those of this process's own backend would be others.
+        lowered = make_train_step(recipe.build(mesh), loss_fn, clip=clip, compiler_options={}).lower(batch)
     return lowered, frozenset(marked)
 
 
@@ -84,7 +100,7 @@ def audit_program(
     *,
     target: str,
     mesh: MeshConfig,
-    compiler_options: dict[str, str] | None = None,
+    compiler_options: Mapping[str, str] | None = None,
     keep_hlo: str | Path | None = None,
 ) -> Audit:
     """Audits any program that does the work of a plan's step, a plain `jax.jit` step for instance.
@@ -96,7 +112,7 @@ def audit_program(
       batch: the global batch, arrays or `jax.ShapeDtypeStruct`s.
     """
     goal = parse_target(target)
-    compiled = compile_for_target(Request(goal, mesh, lower, compiler_options or {}))
+    compiled = compile_for_target(Request(goal, mesh, lower, dict(compiler_options or {})))
     if keep_hlo is not None:
         folder = Path(keep_hlo)
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +124,7 @@ def audit_program(
     share = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(batch)) // plan.data_degree
     memory = compiled.memory | {"batch": share}
     findings = find(Evidence(plan, module, timeline, memory, goal, compiled.marked, compiled.kernels))
-    return Audit(goal, plan, memory, timeline, tuple(findings), compiled.compile_seconds, _tokens(batch))
+    return Audit(goal, plan, memory, timeline, tuple(findings), compiled.compile_seconds, _tokens(batch), compiler_options or {})
 
 
 def _tokens(batch: PyTree) -> int | None:

@@ -69,7 +69,8 @@ def _parameter_gathers(plan: Plan, leaf: LeafPlan) -> Iterator[Transfer]:
     if axes:
         # Once for the forward, and once more for the backward where the unit was resharded in between.
         passes = 2 if _gathered_axes(leaf.backward, leaf.forward) else 1
-        yield _ring(plan, leaf, "all_gather", axes, passes * plan.accumulation.micro_batches, whole)
+        times = passes * plan.accumulation.micro_batches if plan.zero.reshard_after_backward else 1
+        yield _ring(plan, leaf, "all_gather", axes, times, whole)
     updated = _gathered_axes(leaf.optimizer, leaf.rest)
     if updated:
         # Stages 1 and 2 (and persistent leaves): each device updated its shard, all need the whole.
@@ -79,7 +80,7 @@ def _parameter_gathers(plan: Plan, leaf: LeafPlan) -> Iterator[Transfer]:
 def _gradient_reductions(plan: Plan, leaf: LeafPlan, *, least: bool = False) -> Iterator[Transfer]:
     """Into the accumulator with each micro-batch, and from there, where it is still partial, into the optimizer's shard once."""
     assert leaf.forward and leaf.accumulator and leaf.optimizer
-    gradient = leaf.bytes_on(plan.mesh, "forward")  # reduced in the compute dtype, before it is accumulated
+    gradient = leaf.bytes_on(plan.mesh, "forward") / leaf.forward.dtype.itemsize * leaf.reduce.itemsize
     scattered = _gathered_axes(leaf.accumulator, leaf.forward)
     partial = leaf.partial if scattered or not least else data_axes(plan.mesh)
     each = plan.accumulation.micro_batches
@@ -88,7 +89,7 @@ def _gradient_reductions(plan: Plan, leaf: LeafPlan, *, least: bool = False) -> 
     summed = tuple(axis for axis in data_axes(plan.mesh) if axis not in (*scattered, *partial))
     if summed:
         yield _ring(plan, leaf, "all_reduce", summed, each, gradient / degree(plan.mesh, scattered))
-    accumulated = leaf.bytes_on(plan.mesh, "accumulator")
+    accumulated = leaf.bytes_on(plan.mesh, "accumulator") / leaf.accumulator.dtype.itemsize * leaf.reduce.itemsize
     last = tuple(axis for axis in _gathered_axes(leaf.optimizer, leaf.accumulator) if axis in partial)
     if last:
         yield _ring(plan, leaf, "reduce_scatter", last, 1, accumulated)
