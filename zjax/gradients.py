@@ -82,7 +82,8 @@ def _inspect(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: ja
     found: list[Any] = []
     marked = recorded_marks(plan, lambda: found.append(weight_of(rows // share)))
     (local,) = found
-    if local is not None and not isinstance(loss_fn, MeanLoss) and share > 1:
+    pieces = share if plan.engine == "explicit" else plan.accumulation.micro_batches
+    if local is not None and pieces > 1:
         with plan_context(Tracing(plan, recording=-1)):
             whole = weight_of(rows)
         if abs(whole - share * local) > 1e-3 * abs(whole):
@@ -99,7 +100,8 @@ def _constant_weight(weight: Callable[..., jax.Array], *args: Any) -> float | No
     needed, used = dce_jaxpr(traced.jaxpr, [True])
     if any(used):
         return None
-    return float(jax.core.eval_jaxpr(needed, traced.consts)[0])
+    with jax.ensure_compile_time_eval():
+        return float(jax.core.eval_jaxpr(needed, traced.consts)[0])
 
 
 def _partitioned(

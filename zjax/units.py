@@ -106,10 +106,11 @@ def wrap_by_size(module: nnx.Module, min_parameters: int, *, at: str = "", remat
     """
     wrapped: list[str] = []
 
-    def visit(node: nnx.Module, path: str) -> int:
+    def visit(node: Any, path: str) -> int:
+        """Elements below the node that no unit of its own gathers."""
+        if isinstance(node, nnx.Variable):
+            return node.get_value().size if isinstance(node, nnx.Param) else 0
         left = sum(visit(child, join(path, str(name))) for name, child in nnx.iter_children(node))
-        own = [value for value in vars(node).values() if isinstance(value, nnx.Param)]
-        left += sum(param.get_value().size for param in own)
         if path == at or not callable(node) or left < min_parameters:
             return left
         fully_shard(node, at=path, remat=remat)

@@ -24,6 +24,8 @@ from zjax.tree import leaf_bytes
 
 SMALL = 4096
 """Arrays of fewer bytes (norms, counters, losses) are not worth a finding."""
+EMULATED = 65536
+"""Arrays of fewer bytes (norms) XLA:TPU moves by all-reduce on purpose: there the number of hops counts, not the bytes."""
 SMALLEST_SHARD = 32
 """Elements: a shard of a gathered leaf below this is overhead rather than sharding."""
 LARGEST_UNIT = 0.5
@@ -209,7 +211,7 @@ def _gradient_all_reduce(e: Evidence) -> Iterator[Finding]:
     sliced_by_plan = e.plan.engine == "partitioner" and e.plan.zero.stage == 1
     for run in _large(e.timeline, "all-reduce"):
         c = run.collective
-        if c.emulates == "reduce-scatter" and sliced_by_plan:
+        if c.emulates and (c.full_bytes < EMULATED or (c.emulates == "reduce-scatter" and sliced_by_plan)):
             continue
         if c.emulates:
             yield Finding(
