@@ -53,7 +53,7 @@ def scan_layers(
       at: path of `stacked` in the params pytree.
       per_layer: a pytree of arrays with a leading layer dim (keys, flags), or None.
       prefetch: 1 gathers one layer ahead, with this file's derivative rule; 0 is a plain scan over the marked block; by
-        default the plan's `zero.prefetch`.
+        default the plan's `zero.prefetch`. Where the stage moves nothing layer by layer (0 and 1) there is nothing to do ahead.
       remat: as in `fully_shard`. The derivative rule keeps layer inputs only (`"full"`); with another policy, with
         `reshard_after_forward=False` and outside a step, the loop is the plain one.
 
@@ -69,8 +69,10 @@ def scan_layers(
     if tracing is not None and tracing.recording is None:
         check_shapes(tracing.plan, at, stacked)
         x = cast_stream(tracing.plan, at, x)  # before the loop: what it carries keeps its dtype
-        kept = any(tracing.plan.params[join(at, name)].kept_gathered for name, _ in named_leaves(stacked, is_leaf=is_local))
-        if remat == "full" and not kept and (tracing.plan.zero.prefetch if prefetch is None else prefetch):
+        leaves = [tracing.plan.params[join(at, name)] for name, _ in named_leaves(stacked, is_leaf=is_local)]
+        kept = any(leaf.kept_gathered for leaf in leaves)
+        moves = any(leaf.moves_by_layer for leaf in leaves)
+        if remat == "full" and moves and not kept and (tracing.plan.zero.prefetch if prefetch is None else prefetch):
             return _prefetched(tracing, block, stacked, x, args, per_layer, has_aux, at, lengths.pop())
     return _plain(fully_shard(block, at=at, remat=remat), stacked, x, args, per_layer, has_aux)
 

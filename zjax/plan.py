@@ -87,6 +87,12 @@ class LeafPlan:
         """Whether the gathered parameter is kept from the forward to the backward (FSDP2 reshard_after_forward=False)."""
         return self.forward is not None and self.rest.spec != self.forward.spec and self.backward == self.forward
 
+    @property
+    def moves_by_layer(self) -> bool:
+        """Whether a unit's forward gathers the parameter, or its backward scatters the gradient."""
+        assert self.forward is not None and self.accumulator is not None
+        return self.forward.spec != self.rest.spec or self.forward.spec != self.accumulator.spec
+
     def bytes_on(self, mesh: AnyMesh, role: str = "rest") -> int:
         """Bytes one device holds of the leaf in a role."""
         placed: Placement | None = getattr(self, role)

@@ -18,6 +18,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zjax.collectives import constrain, spec_of
 from zjax.flags import xla_flags
 from zjax.gradients import LossFn, MeanLoss, gradients
 from zjax.mesh import data_axes
@@ -125,9 +126,7 @@ def _step(plan: Plan, loss_fn: LossFn, clip: float | None, state: TrainState, ba
     # The weight too: a NaN is not > 0, and would pass for a batch that is masked out.
     applied = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(weight)
 
-    new = _update(plan, state, jax.tree.map(lambda g: g * factor, grads))
-    # Select, not branch: the choice fuses into the update, and a skipped step leaves every bit as it was.
-    params, opt_state = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, (state.params, state.opt_state))
+    params, opt_state = _update(plan, state, jax.tree.map(lambda g: g * factor, grads), applied)
     new_state = TrainState(
         step=state.step + 1,
         params=params,
@@ -145,16 +144,44 @@ def _step(plan: Plan, loss_fn: LossFn, clip: float | None, state: TrainState, ba
     return new_state, scalars | {name: _over(*pair) for name, pair in metrics.items()}
 
 
-def _update(plan: Plan, state: TrainState, grads: PyTree) -> tuple[PyTree, OptState]:
+def _update(plan: Plan, state: TrainState, grads: PyTree, applied: jax.Array) -> tuple[PyTree, OptState]:
     """New parameters and optimizer state; each device updates the shard it holds the optimizer state of."""
     sharded = plan.params_tree("optimizer")
     master = state.opt_state.master
-    optimized = _pin(state.params, sharded) if master is None else master
-    updates, inner = plan.recipe.tx.update(grads, state.opt_state.inner, optimized)
-    optimized = _pin(optax.apply_updates(optimized, updates), sharded)
+    old = _pin(state.params if master is None else master, sharded), state.opt_state.inner
+    updates, inner = plan.recipe.tx.update(grads, old[1], old[0])
+    new = _pin(optax.apply_updates(old[0], updates), sharded), inner
+    # Select, not branch: the choice fuses into the update, and a skipped step leaves every bit as it was.
+    optimized, inner = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
     # Cast in shards, so that what stage 1 and 2 gather afterwards is the compute dtype.
-    cast_params = jax.tree.map(lambda new, old: new.astype(old.dtype), optimized, state.params)
-    return _pin(cast_params, sharded), OptState(None if master is None else optimized, inner)
+    shards = _pin(jax.tree.map(lambda new, old: new.astype(old.dtype), optimized, state.params), sharded)
+    return _at_rest(plan, state.params, shards), OptState(None if master is None else optimized, inner)
+
+
+def _at_rest(plan: Plan, old: PyTree, shards: PyTree) -> PyTree:
+    """The updated parameters as they lie between steps; where that is whole (stages 1 and 2), they are gathered.
+
+    Stacked layers one by one, each into its place in the old parameters' buffer: gathered at once, all would be held twice.
+    """
+    leaves = plan.part("params")
+    whole, new = jax.tree.leaves(old), jax.tree.leaves(shards)
+    units: dict[str, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.stacked and leaf.optimizer and leaf.optimizer.spec != leaf.rest.spec:
+            units.setdefault(leaf.unit, []).append(i)
+        else:
+            whole[i] = new[i]
+    for mine in units.values():
+
+        def put(layer: Any, into: list[jax.Array], mine: list[int] = mine) -> list[jax.Array]:
+            at = lambda x: jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)  # noqa: E731
+            gathered = [constrain(plan.mesh, at(new[i]), spec_of(leaves[i].rest, layer=True)) for i in mine]
+            return [jax.lax.dynamic_update_index_in_dim(x, g, layer, 0) for x, g in zip(into, gathered, strict=True)]
+
+        filled = jax.lax.fori_loop(0, leaves[mine[0]].shape[0], put, [whole[i] for i in mine])
+        for i, x in zip(mine, filled, strict=True):
+            whole[i] = x
+    return jax.tree.unflatten(plan.params_treedef, whole)
 
 
 def _over(total: jax.Array, weight: jax.Array) -> jax.Array:

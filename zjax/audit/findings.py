@@ -234,8 +234,8 @@ def _gathered_too_often(e: Evidence) -> Iterator[Finding]:
         if transfer.kind != "all_gather":
             continue
         leaf = e.plan.params[transfer.leaf.removeprefix("params/")]
-        layers = leaf.shape[0] if leaf.stacked and spec_axes(leaf.rest.spec) else 1
-        key = _shard_key(e.plan, leaf, per_layer=bool(spec_axes(leaf.rest.spec)))
+        layers = leaf.shape[0] if leaf.stacked else 1
+        key = _shard_key(e.plan, leaf, per_layer=True)
         planned[key] += transfer.times * layers
         leaves[key] = leaf
     compiled: Counter[tuple[int, ...]] = Counter()
