@@ -78,6 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     made["train"].add_argument("--workdir", metavar="DIR", help="where metrics and checkpoints go (default runs/NAME, after the config)")
     targets = "cpu:8, gpu:h100:1x8 (hosts x GPUs a host) or tpu:v5p:4x4x4"
     made["audit"].add_argument("--target", required=True, metavar="T", help=targets)
+    for name in ("audit", "compare"):
+        made[name].add_argument(
+            "--no-xla-flags", action="store_true", help="compile with the compiler's own defaults instead of zjax.xla_flags"
+        )
     made["audit"].add_argument("--strict", action="store_true", help="exit with status 1 if there is any finding")
     made["compare"].add_argument(
         "--target", action="append", default=[], metavar="T", help=f"audit every config on this target too; repeatable: {targets}"
@@ -173,7 +177,7 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> int:
 def _audit(arguments: argparse.Namespace, rest: list[str]) -> int:
     config = load_config(arguments.config, rest)
     without_accelerator()
-    result = audit_run(config, arguments.target, keep_hlo=arguments.keep_hlo)
+    result = audit_run(config, arguments.target, **_audit_options(arguments))
     print(json.dumps(result.to_json()) if arguments.json else result)
     return 1 if arguments.strict and result.findings else 0
 
@@ -212,7 +216,7 @@ def _cell(arguments: argparse.Namespace, rest: list[str], varied: dict[str, Any]
     overrides = [*rest, *(f"--config.{name}={value}" for name, value in varied.items())]
     try:
         config = load_config(arguments.config, overrides)
-        result = audit_run(config, target, keep_hlo=arguments.keep_hlo) if target else None
+        result = audit_run(config, target, **_audit_options(arguments)) if target else None
         plan = result.plan if result else planned(config, parse_target(target).devices if target else None)
     except (ConfigError, ValueError, AuditError) as error:
         return Cell(varied, target, error=str(error))
@@ -223,12 +227,18 @@ def _cell(arguments: argparse.Namespace, rest: list[str], varied: dict[str, Any]
     return Cell(varied, target, plan_report(plan), result.to_json() if result else None, leaves)
 
 
-def audit_run(config: TrainConfig, target: str, *, keep_hlo: str | None = None) -> Audit:
-    """Audits a configured run's step as it compiles for a target."""
+def _audit_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"keep_hlo": arguments.keep_hlo, "compiler_options": {} if arguments.no_xla_flags else None}
+
+
+def audit_run(config: TrainConfig, target: str, *, keep_hlo: str | None = None, compiler_options: dict[str, str] | None = None) -> Audit:
+    """Audits a configured run's step as it compiles for a target, with `zjax.xla_flags` where no options are given."""
     devices = parse_target(target).devices
     recipe = train.plan_run(config, abstract_mesh(config.mesh, devices)).recipe
     model, batch = train.model_of(config), train.abstract_batch(config)
-    return audit_recipe(recipe, model.loss, batch, target=target, mesh=config.mesh, clip=config.clip, keep_hlo=keep_hlo)
+    return audit_recipe(
+        recipe, model.loss, batch, target=target, mesh=config.mesh, clip=config.clip, compiler_options=compiler_options, keep_hlo=keep_hlo
+    )
 
 
 def planned(config: TrainConfig, devices: int | None) -> Plan:

@@ -77,10 +77,21 @@ def gather_value(plan: Plan, leaf: LeafPlan, value: jax.Array, wait: jax.Array |
     """The forward of `gather` alone, for layer loops with a derivative rule of their own."""
     assert leaf.forward is not None
     if wait is not None and leaf.rest.spec != leaf.forward.spec:
-        value, _ = jax.lax.optimization_barrier((value, wait))
+        value = value + zero_after(wait).astype(value.dtype)
     if plan.engine == "explicit":
         return _all_gather(plan, leaf, value)
     return constrain(plan.mesh, value, spec_of(leaf.forward, is_layer(leaf, value)))
+
+
+def zero_after(x: jax.Array) -> jax.Array:
+    """0, float32, but not before `x` is there: adding it to something makes that wait.
+
+    XLA takes an operand out of an optimization barrier if nothing uses what comes out for it, and a product with 0 would
+    pass on infinities. That the second bit of a sign bit is 0, it does not see.
+    """
+    first = jax.lax.stop_gradient(x[(0,) * x.ndim]).astype(jnp.float32)
+    sign = jax.lax.shift_right_logical(jax.lax.bitcast_convert_type(first, jnp.uint32), jnp.uint32(31))
+    return (sign & 2).astype(jnp.float32)
 
 
 def reduce_gradient(plan: Plan, leaf: LeafPlan, gradient: jax.Array, *, layer: bool) -> jax.Array:

@@ -51,6 +51,9 @@ class ModelConfig:
     """Positions in the rotary table; `data.sequence_length` may not exceed it."""
     tied: bool | None = None
     """Whether the head shares the embedding's weights."""
+    attention: str | None = None
+    """How attention is computed: `auto` (the default: the TPU's or GPU's library kernel where it can, else `chunked`), `plain`
+    (T x T scores at once), `chunked` (a block of queries at a time), `splash` (TPU), `cudnn` (GPU). The same function in all."""
 
     def __post_init__(self) -> None:
         _check_types(self, "model.")
@@ -68,6 +71,12 @@ class ModelConfig:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "max_sequence"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"model.{name}", value, "must be positive")
+        _require(
+            self.attention in (None, "auto", "plain", "chunked", "splash", "cudnn"),
+            "model.attention",
+            self.attention,
+            "must be 'auto', 'plain', 'chunked', 'splash' or 'cudnn'",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +136,10 @@ class ZeroConfig:
     prefetch: int = 1
     """Layers whose weights `scan_layers` gathers ahead: 0 or 1. Takes effect with `remat="full"` (FSDP forward_prefetch and
     BACKWARD_PRE, DeepSpeed stage3_prefetch_bucket_size)."""
-    max_gathered_units: int | None = 2
-    """Stage 3: how many units may be gathered at once in the forward; the next waits until the one that many before it is
-    done. 2 is FSDP's limit_all_gathers (compare DeepSpeed stage3_max_live_parameters); None leaves it to XLA. `prefetch`
-    needs prefetch + 1. In the backward a unit is gathered when its turn comes, with `prefetch` one earlier."""
+    max_gathered_units: int | None = None
+    """How many units that stand one after the other may be whole at once: gathered in the forward, or with gradients not
+    yet scattered in the backward. The explicit engine (without a `tensor` axis) can bound it: None means 2 there, FSDP's
+    limit_all_gathers (compare DeepSpeed stage3_max_live_parameters); 0 leaves it to XLA. `prefetch` needs prefetch + 1."""
 
     def __post_init__(self) -> None:
         _check_types(self, "zero.")
@@ -155,7 +164,7 @@ class ZeroConfig:
             f"only stage 3 gathers parameters; with zero.stage={self.stage} leave it True",
         )
         _require(
-            self.max_gathered_units is None or self.max_gathered_units > self.prefetch,
+            not self.max_gathered_units or self.max_gathered_units > self.prefetch,
             "zero.max_gathered_units",
             self.max_gathered_units,
             f"zero.prefetch={self.prefetch} has {self.prefetch + 1} units gathered at once; set zero.prefetch=0, or this to {self.prefetch + 1} or more",

@@ -1,6 +1,6 @@
 """XLA's settings for a step, as options of its own compilation: the environment stays as it is.
 
-Each is here because an audit shows what it does; `scripts/audit_flags.py` has the table.
+Each is here because an audit shows what it does: `zjax audit --no-xla-flags` has the figures without them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ from collections import Counter
 from zjax.mesh import shard_shape
 from zjax.plan import Plan
 from zjax.tree import leaf_bytes
+
+SPARSE_CORE = ("all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
+"""Collectives that a TPU's SparseCores (v5p, v6e) run beside the matrix units; without them nothing is asynchronous there,
+and chips that have none ignore the options."""
 
 
 def xla_flags(target: str, plan: Plan) -> dict[str, str]:
@@ -22,7 +26,10 @@ def xla_flags(target: str, plan: Plan) -> dict[str, str]:
     Returns:
       Option names without the leading `--`, and their values as text; none for the CPU.
     """
-    if target.partition(":")[0] != "gpu":
+    platform = target.partition(":")[0]
+    if platform == "tpu":
+        return {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true" for kind in SPARSE_CORE}
+    if platform != "gpu":
         return {}
     # One collective for all leaves of a unit, and none for two units: what is combined waits for its last part.
     unit = str(_largest_unit_bytes(plan))

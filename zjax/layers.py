@@ -114,9 +114,9 @@ def _prefetched(
         return [reduce_gradient(plan, leaf, g, layer=True) if owned else g for leaf, g, owned in zip(leaves, gradient, mine, strict=True)]
 
     run = _with_rule(layer, weights_of, reduced, n)
-    wait = take_turn(plan, x)
+    _, x, wait = take_turn(plan, {}, x)
     x, aux, last_input = run([jax.lax.stop_gradient(value) for value in values], carriers, x, arrays, per_layer, wait)
-    take_turn(plan, last_input)  # what comes after may be gathered beside the last layer
+    take_turn(plan, {}, last_input)  # what comes after may be gathered beside the last layer
     return (x, aux) if has_aux else x
 
 

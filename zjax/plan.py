@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from zjax import describe
 from zjax import rules as rules_lib
 from zjax.config import AccumulationConfig, ConfigError, PrecisionConfig, Unit, ZeroConfig
-from zjax.mesh import AnyMesh, data_axes, degree, shard_shape, spec_axes, zero_axes
+from zjax.mesh import AnyMesh, data_axes, degree, physical_axes, shard_shape, spec_axes, zero_axes
 from zjax.precision import cast
 from zjax.tree import PyTree, Shape, leaf_bytes, matches, named_leaves, path_name, require_all_used
 
@@ -148,6 +148,13 @@ class Plan:
     def params(self) -> dict[str, LeafPlan]:
         """Parameters by name (`layers/wq`)."""
         return {leaf.name: leaf for leaf in self.part("params")}
+
+    @property
+    def units_at_once(self) -> int:
+        """How many units that stand one after the other are whole at once at most; 0 where XLA decides."""
+        if self.engine == "partitioner" or physical_axes(self.mesh, "tensor"):
+            return 0
+        return 2 if self.zero.max_gathered_units is None else self.zero.max_gathered_units
 
     @property
     def data_degree(self) -> int:
@@ -344,6 +351,7 @@ def _choose_engine(
 ) -> tuple[str, str]:
     """The engine and why; ConfigError where the one asked for cannot do what the configs say."""
     needs_explicit = {
+        "zero.max_gathered_units: the partitioner leaves to XLA how many units are gathered at once": bool(zero.max_gathered_units),
         "accumulation.mode='local': the partitioner reduces gradients in every micro-batch": accumulation.mode == "local"
         and accumulation.micro_batches > 1,
         "precision.reduce: the partitioner reduces gradients in the dtype they are computed in": any(
@@ -352,7 +360,11 @@ def _choose_engine(
     }
     reasons = [reason for reason, needed in needs_explicit.items() if needed]
     if zero.engine == "partitioner" and reasons:
-        raise ConfigError(f"{reasons[0]}; use zero.engine='explicit' (or 'auto'), or accumulation.mode='sharded' and precision.reduce=None")
+        raise ConfigError(
+            f"{reasons[0]}; use zero.engine='explicit' (or 'auto'), or leave that knob at its default (accumulation.mode='sharded')"
+        )
+    if zero.max_gathered_units and physical_axes(mesh, "tensor"):
+        raise ConfigError(f"zero.max_gathered_units={zero.max_gathered_units}: not available with mesh.tensor above 1; leave it None")
     if zero.engine != "auto":
         return zero.engine, "asked for"
     if reasons:

@@ -30,6 +30,7 @@ from zjax.flags import xla_flags
 from zjax.mesh import AnyMesh, make_mesh
 from zjax.metrics import MetricsWriter, draw_loss_curve
 from zjax.models import llama
+from zjax.models.attention import attention
 from zjax.models.sample import sample_tokens
 from zjax.optim import make_optimizer, make_schedule
 from zjax.plan import Plan, build_plan
@@ -101,6 +102,7 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
     model = model_of(config)
     plan = plan_run(config, make_mesh(config.mesh, devices))
     check_batch(plan, abstract_batch(config))
+    _check_attention(config, model)
     corpus = load_corpus(config.data)
     if corpus.vocab_size > model.config.vocab_size:
         raise ConfigError(f"model.vocab_size={model.config.vocab_size}: the corpus has {corpus.vocab_size} tokens; raise it to that")
@@ -241,6 +243,13 @@ def _agreed(number: int | None, index: int) -> int | None:
     return int(np.max(multihost_utils.process_allgather(np.int32(number or 0)))) or None
 
 
+def _check_attention(config: TrainConfig, model: llama.LlamaFunctions) -> None:
+    """ValueError where `model.attention` names a kernel that cannot compute this run's attention on these devices."""
+    sizes, length = model.config, config.data.sequence_length
+    q, kv = (jax.ShapeDtypeStruct((1, length, n, sizes.head_dim), config.precision.compute) for n in (sizes.n_heads, sizes.n_kv_heads))
+    jax.eval_shape(functools.partial(attention, kernel=sizes.attention), q, kv, kv)
+
+
 def _usable_workdir(workdir: Path) -> Path:
     """Makes the directory; ConfigError where it cannot be written."""
     try:
@@ -264,7 +273,8 @@ def _meta(config: TrainConfig, model: llama.LlamaFunctions, corpus: Corpus) -> d
         "data.sequence_length": config.data.sequence_length,
         "seed": config.seed,
     }
-    return {"model": dataclasses.asdict(model.config), "data": data, "config": dataclasses.asdict(config)}
+    sizes = {name: value for name, value in dataclasses.asdict(model.config).items() if name != "attention"}  # all kernels compute the same
+    return {"model": sizes, "data": data, "config": dataclasses.asdict(config)}
 
 
 def _require_same_run(saved: dict[str, Any], ours: dict[str, Any], where: Path) -> None:
@@ -295,6 +305,8 @@ def _report(
     if config.sample_tokens:
         prompt = corpus.slice(0, min(32, len(corpus))).tolist()
         window = min(config.data.sequence_length, 128)
-        drawn = sample_tokens(model.logits, state.params, prompt, config.sample_tokens, config.seed, window=window)
+        # Outside a step XLA lays out the arrays, and it cannot partition a kernel that was chosen by hand.
+        freely = dataclasses.replace(model, config=dataclasses.replace(model.config, attention="auto"))
+        drawn = sample_tokens(freely.logits, state.params, prompt, config.sample_tokens, config.seed, window=window)
         _say(console, "sampled text:")
         _say(console, corpus.decode(prompt) + corpus.decode(drawn))

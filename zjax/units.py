@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ import jax.extend
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from zjax.collectives import constrain_rows, gather, is_gather, is_local, local_shape
+from zjax.collectives import constrain_rows, gather, is_gather, is_local, local_shape, zero_after
 from zjax.plan import Plan
 from zjax.tree import PyTree, named_leaves
 
@@ -131,8 +132,8 @@ def _run(
     if tracing.recording is not None:
         with _noted([join(at, name) for name, _ in named_leaves(params)], at):
             return block(params, *args, **kwargs)
-    args = (cast_stream(tracing.plan, at, args[0]), *args[1:]) if args else args
-    gathered, kept = _gather_of(tracing, at, params, args)
+    params, args, wait = _entered(tracing.plan, at, params, args)
+    gathered, kept = _gather_of(tracing, at, params, wait)
     # Arguments are closed over, so that static ones (strings, booleans) stay static under jax.checkpoint.
     if not kept:
         return jax.checkpoint(lambda p: block(gathered(p), *args, **kwargs), policy=but_gathered(policy))(params)
@@ -140,14 +141,21 @@ def _run(
     return jax.checkpoint(lambda p: block(p, *args, **kwargs), policy=policy)(params) if policy else block(params, *args, **kwargs)
 
 
-def _gather_of(tracing: Tracing, at: str, params: PyTree, args: tuple[Any, ...]) -> tuple[Callable[[PyTree], PyTree], bool]:
+def _entered(plan: Plan, at: str, params: PyTree, args: tuple[Any, ...]) -> tuple[PyTree, tuple[Any, ...], jax.Array | None]:
+    """Parameters and arguments of a unit that is called, its input in its dtype, and what its gather waits for."""
+    if not args:
+        return params, args, None
+    params, x, wait = take_turn(plan, params, cast_stream(plan, at, args[0]))
+    return params, (x, *args[1:]), wait
+
+
+def _gather_of(tracing: Tracing, at: str, params: PyTree, wait: jax.Array | None) -> tuple[Callable[[PyTree], PyTree], bool]:
     """What gathers a unit's parameters, and whether they are kept for the backward; other units' stay as they are."""
     plan, named = tracing.plan, named_leaves(params, is_leaf=is_local)
     paths = [join(at, name) for name, _ in named]
     mine = [(path, at) in tracing.owners for path in paths]
     leaves = [plan.params[path] for path in paths]
     record_gathered([path for path, owned in zip(paths, mine, strict=True) if owned], at)
-    wait = take_turn(plan, args)
 
     def gathered(params: PyTree) -> PyTree:
         given = jax.tree.leaves(params, is_leaf=is_local)
@@ -169,7 +177,16 @@ def cast_stream(plan: Plan, at: str, x: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_float(leaf) else leaf, x)
 
 
-_turns: contextvars.ContextVar[list[tuple[Any, Any]] | None] = contextvars.ContextVar("zjax_turns", default=None)
+@dataclass(frozen=True)
+class _Turn:
+    """A unit that was called: its input, and a scalar whose cotangent is there once the unit's gradient is scattered."""
+
+    trace: Any
+    x: jax.Array
+    scattered: jax.Array
+
+
+_turns: contextvars.ContextVar[list[_Turn] | None] = contextvars.ContextVar("zjax_turns", default=None)
 
 
 @contextlib.contextmanager
@@ -182,19 +199,51 @@ def counting_turns() -> Iterator[None]:
         _turns.reset(token)
 
 
-def take_turn(plan: Plan, args: PyTree) -> jax.Array | None:
-    """Notes a unit's input; returns what its gather has to wait for: the end of the unit `max_gathered_units` before it.
+def take_turn(plan: Plan, params: PyTree, x: PyTree) -> tuple[PyTree, PyTree, jax.Array | None]:
+    """A unit takes its turn among those called one after the other; returns its parameters, its input, and what to wait for.
 
-    Units are in turn only within one trace: inside a loop or a recomputed function a new count begins.
+    With n = `max_gathered_units`, its parameters are gathered once the unit n before it is done, and in the backward the
+    unit n before it begins once its gradient is scattered: XLA would gather as early and scatter as late as it can. Units
+    are in turn only within one trace: in a loop or a recomputed function a new count begins.
     """
-    turns, limit = _turns.get(), plan.zero.max_gathered_units
-    inputs = [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
-    if turns is None or limit is None or plan.zero.stage < 3 or not inputs:
-        return None
+    turns, limit = _turns.get(), plan.units_at_once
+    arrays = [leaf for leaf in jax.tree.leaves(x) if isinstance(leaf, jax.Array) and leaf.size]
+    if turns is None or not limit or plan.zero.stage < 2 or not arrays:
+        return params, x, None
     trace = jax.extend.core.get_opaque_trace_state()
-    turns.append((trace, inputs[0]))
-    before = [x for state, x in turns if state == trace]
-    return before[-limit] if len(before) > limit else None
+    before = [turn for turn in turns if turn.trace == trace]
+    last = before[1 - limit] if 1 < limit <= len(before) + 1 else None
+    params, x, scattered = _order_backward(params, x, last.scattered if last else jnp.zeros(()), alone=limit == 1)
+    turns.append(_Turn(trace, arrays[0], scattered))
+    wait = arrays[0] if limit == 1 else last.x if last else None
+    return params, x, wait if len(before) >= limit else None
+
+
+def _order_backward(params: PyTree, x: PyTree, earlier: jax.Array, *, alone: bool) -> tuple[PyTree, PyTree, jax.Array]:
+    """The same values, and a scalar; in the backward x's cotangent waits for the scalar's (if `alone`, for the parameters').
+
+    The cotangent of `earlier` is 0, once those of the parameters are there.
+    """
+
+    @jax.custom_vjp
+    def ordered(gradients: list[jax.Array], floats: list[jax.Array], earlier: jax.Array) -> Any:
+        return gradients, floats, jnp.zeros(())
+
+    def backward(_: None, cotangents: Any) -> Any:
+        gradients, floats, scattered = cotangents
+        done = sum((zero_after(g) for g in gradients if g.size), start=jnp.zeros(()))
+        late = done if alone else scattered
+        return gradients, [g + late.astype(g.dtype) for g in floats], done
+
+    ordered.defvjp(lambda *inputs: (ordered(*inputs), None), backward)
+    given, treedef = jax.tree.flatten(params, is_leaf=is_local)
+    values, in_x = jax.tree.flatten(x)
+    where = [i for i, leaf in enumerate(values) if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)]
+    gradients, floats, scattered = ordered([p.gradient if is_local(p) else p for p in given], [values[i] for i in where], earlier)
+    given = [dataclasses.replace(p, gradient=g) if is_local(p) else g for p, g in zip(given, gradients, strict=True)]
+    for i, leaf in zip(where, floats, strict=True):
+        values[i] = leaf
+    return jax.tree.unflatten(treedef, given), jax.tree.unflatten(in_x, values), scattered
 
 
 def but_gathered(policy: RematPolicy | None) -> RematPolicy:
@@ -347,8 +396,8 @@ def _linen_class(cls: Any, at: str | None, policy: RematPolicy | None) -> type:
         if tracing.recording is not None:
             with _noted([join(path, name) for name, _ in named_leaves(params)], path):
                 return cls.__call__(self, *args, **kwargs)
-        args = (cast_stream(tracing.plan, path, args[0]), *args[1:]) if args else args
-        gathered, kept = _gather_of(tracing, path, params, args)
+        _, args, wait = _entered(tracing.plan, path, {}, args)
+        gathered, kept = _gather_of(tracing, path, params, wait)
         run = lambda module: on_rows_of(lambda _, *a, **k: cls.__call__(module, *a, **k))(None, *args, **kwargs)  # noqa: E731
         in_trace = lambda collections: collections | {"params": gathered(collections["params"])}  # noqa: E731
         if not kept:

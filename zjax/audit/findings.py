@@ -159,7 +159,7 @@ def _unit_sizes(e: Evidence) -> Iterator[Finding]:
 
 def _stacks_gathered(e: Evidence) -> Iterator[Finding]:
     """All-gathers of a whole stack of layers, where stage 3 gathers one layer at a time."""
-    if e.plan.zero.stage < 3:
+    if e.plan.zero.stage < 3 or not e.plan.zero.reshard_after_backward:
         return
     leaves = [leaf for leaf in e.plan.part("params") if spec_axes(leaf.rest.spec)]
     wholes = {_shard_key(e.plan, leaf, per_layer=False): leaf for leaf in leaves if leaf.stacked and leaf.shape[0] > 1}
@@ -308,6 +308,14 @@ def _wide_on_the_wire(e: Evidence) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def _not_followed(e: Evidence) -> Iterator[Finding]:
+    if e.timeline.unfollowed:
+        yield Finding(
+            "collective-not-counted", e.timeline.unfollowed[0], 0,
+            f"{len(e.timeline.unfollowed)} collectives are called in a way this audit does not know, and are missing from its figures",
+        )  # fmt: skip
+
+
 def _kernels_replaced(e: Evidence) -> Iterator[Finding]:
     """Library kernels, attention above all, that the step asks for and the compiled program does not have."""
     compiled = {x.target for computation in e.module.computations.values() for x in computation.schedule if x.opcode == "custom-call"}
@@ -321,6 +329,7 @@ def _kernels_replaced(e: Evidence) -> Iterator[Finding]:
 
 
 _CHECKS = (
+    _not_followed,
     _kernels_replaced,
     _does_not_fit,
     _state_above_plan,

@@ -53,6 +53,8 @@ class Timeline:
     """Kernels whose cost is not known, with how often they run."""
     unknown_loops: list[str] = field(default_factory=list)
     """Loops whose trip count the text does not tell; counted once."""
+    unfollowed: list[str] = field(default_factory=list)
+    """Collectives in computations that are called in a way this file does not know: missing from `runs`."""
 
 
 def follow(module: Module, place: Place, chip: Chip) -> Timeline:
@@ -60,6 +62,7 @@ def follow(module: Module, place: Place, chip: Chip) -> Timeline:
     follower = _Follower(module, place, chip)
     timeline = follower.timeline
     timeline.seconds = follower.follow(Scope(module.entry, {}), 1)
+    timeline.unfollowed = follower.unfollowed()
     return timeline
 
 
@@ -75,10 +78,12 @@ class _Follower:
         self.module, self.place, self.chip = module, place, chip
         self.timeline = Timeline()
         self._runs: dict[tuple[str, str], Run] = {}
+        self._seen: set[str] = set()
 
     def follow(self, scope: Scope, times: int) -> float:
         """Follows one computation that runs `times` times in a step; returns the seconds of one run."""
         computation, now = scope.computation, 0.0
+        self._seen.add(computation.name)
         free = {False: 0.0, True: 0.0}  # when the links inside and between are free
         flights: dict[str, _Flight] = {}
 
@@ -126,6 +131,11 @@ class _Follower:
         for key in list(flights):  # a transfer that outlives its computation ends with it
             end(key)
         return now
+
+    def unfollowed(self) -> list[str]:
+        """Collectives of computations that were never come to."""
+        missed = (c for name, c in self.module.computations.items() if name not in self._seen)
+        return [x.name for computation in missed for x in computation.schedule if base_kind(x.opcode)]
 
     def transfer_seconds(self, collective: Collective) -> float:
         """The time of one run alone on its link."""
@@ -195,9 +205,11 @@ class _Follower:
 
     def _inside(self, x: Instruction) -> Iterator[tuple[Computation, Instruction]]:
         for key, name in x.called:
-            if key == "to_apply" or name not in self.module.computations:
+            # What a collective applies is its sum; what a call applies is what it runs.
+            if (key == "to_apply" and x.opcode != "call-start") or name not in self.module.computations:
                 continue
             inner = self.module.computations[name]
+            self._seen.add(name)
             for each in inner.schedule:
                 if base_kind(each.opcode):
                     yield inner, each

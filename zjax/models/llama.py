@@ -17,6 +17,7 @@ from flax import nnx
 
 from zjax.config import ConfigError, ModelConfig
 from zjax.layers import scan_layers
+from zjax.models.attention import attention
 from zjax.units import fully_shard
 
 UNITS = ("embed", "layers[*]", "head")
@@ -49,6 +50,8 @@ class LlamaConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tied: bool = False
+    attention: str = "auto"
+    """The kernel, as in `zjax.models.attention`; it changes no parameter."""
 
     def __post_init__(self) -> None:
         if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
@@ -145,7 +148,7 @@ class Block(nnx.Module):
         rows, length, _ = h_BTD.shape
         heads = lambda w: (h_BTD @ w[...]).reshape(rows, length, -1, self.config.head_dim)  # noqa: E731
         q_BTNH, k_BTKH, v_BTKH = rotate(heads(self.wq), *rotary), rotate(heads(self.wk), *rotary), heads(self.wv)
-        o_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True)
+        o_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, kernel=self.config.attention)
         return o_BTNH.reshape(rows, length, -1) @ self.wo[...]
 
 
