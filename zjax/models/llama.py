@@ -212,7 +212,9 @@ class LlamaFunctions:
         del rng  # no dropout
         logits_BTV = self.logits(params, batch["inputs"]).astype(jnp.float32)
         log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-        nll_BT = log_z_BT - jnp.take_along_axis(logits_BTV, batch["targets"][..., None], axis=-1)[..., 0]
+        # A comparison fuses with the sums; the gradient of an indexed read would be a scatter into logits of its own.
+        is_target_BTV = batch["targets"][..., None] == jnp.arange(logits_BTV.shape[-1])
+        nll_BT = log_z_BT - jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), axis=-1)
         return jnp.sum(nll_BT * batch["mask"]), jnp.sum(batch["mask"])
 
 
