@@ -494,6 +494,32 @@ def test_a_gpu_says_which_of_its_pairs_are_synchronous():
     assert not timeline_of(line, done("g")).runs[0].is_async
 
 
+SPARSE_CORE = """%gathering (part: u8[1000000], ready: token[]) -> u8[2000000] {
+  %part = u8[1000000] parameter(0)
+  %ready = token[] parameter(1)
+  ROOT %inner = u8[2000000] all-gather(%part), replica_groups={{0,1},{2,3}}, dimensions={0}
+}, execution_thread="sparsecore"
+"""
+
+
+def test_a_call_that_a_sparse_core_runs_is_its_collective():
+    """As TPU v5p and v6e print gathers and scatters that their SparseCores run beside the matrix units."""
+    start = (
+        "%ready = token[] after-all()\n"
+        '  %c = ((u8[1000000], token[]), u8[2000000]) call-start(%shard, %ready), async_execution_thread="sparsecore", to_apply=%gathering'
+    )
+    t = timeline_of(start, product("p", 0.75), "%c.done = u8[2000000] call-done(%c)", before=SPARSE_CORE)
+    (run,) = t.runs
+    assert (run.collective.kind, run.collective.wire_bytes, run.is_async, run.covered) == ("all-gather", 10**6, True, True)
+    assert exposed(t) == [0.25] and not t.unfollowed
+
+
+def test_a_collective_that_is_called_in_an_unknown_way_is_told():
+    call = '%c = u8[2000000] custom-call(%shard), custom_call_target="Strange", called_computations={%gathering}'
+    t = timeline_of(call, before=SPARSE_CORE)
+    assert not t.runs and t.unfollowed == ["inner"]
+
+
 LOOP = """%condition (s: (s32[], bf16[1500,1000], bf16[1000,1000], u8[1000000])) -> pred[] {
   %s = (s32[], bf16[1500,1000], bf16[1000,1000], u8[1000000]) parameter(0)
   %i = s32[] get-tuple-element(%s), index=0

@@ -166,3 +166,43 @@ def test_a_parameter_of_a_unit_used_outside_it_is_told_in_the_explicit_engine():
 def test_mean_loss_is_refused_by_the_explicit_engine():
     with pytest.raises(ValueError, match="explicit engine"):
         zjax.make_train_step(plan_of(3, "explicit"), zjax.mean_loss(lambda p, b, r: jnp.mean(b)))
+
+
+@pytest.mark.parametrize("engine", ["partitioner", "explicit"])
+def test_two_loops_over_the_same_layers_one_of_them_recomputed_give_the_gradients_of_both(engine):
+    """A loss that uses the loop twice, once under `jax.checkpoint`, traced again for another batch size."""
+
+    def loss_with(loop):
+        def loss_fn(params, x, rng):
+            first = jax.checkpoint(lambda layers, x: loop(layers, x))(params["layers"], jnp.asarray(x))
+            return jnp.sum(loop(params["layers"], first + x) ** 2), jnp.float32(len(x))
+
+        return loss_fn
+
+    layer = lambda p, x: jnp.tanh(x @ p["w"] + p["b"]) + p["odd"].sum()  # noqa: E731
+    marked = loss_with(lambda layers, x: zjax.scan_layers(layer, layers, x, at="layers"))
+    plain = loss_with(lambda layers, x: jax.lax.scan(lambda x, p: (layer(p, x), None), x, layers)[0])
+    plan = plan_of(3, engine)
+    step, start = zjax.make_train_step(plan, marked), jax.device_get(zjax.init_state(plan, jax.random.key(0)).params)
+    for x in (batch(), batch()[:8]):
+        state, metrics = step(zjax.init_state(plan, jax.random.key(0)), x)
+        loss, grads = jax.value_and_grad(lambda p, x=x: plain(p, x, None)[0] / len(x))(start)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+        expected = jax.tree.map(lambda p, g: p - 0.001 * g, start, grads)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), jax.device_get(state.params), expected)
+
+
+def test_forward_mode_through_the_loops_own_rule_is_a_clear_error():
+    def loss_fn(params, x, rng):
+        run = lambda x: jnp.sum(zjax.scan_layers(lambda p, x: jnp.tanh(x @ p["w"]), params["layers"], x, at="layers"))  # noqa: E731
+        return jax.jvp(run, (jnp.asarray(x),), (jnp.ones_like(x),))[1], jnp.float32(len(x))
+
+    with pytest.raises(TypeError, match=r"forward-mode.*custom_vjp"):
+        zjax.make_train_step(plan_of(3, "explicit"), loss_fn).lower(jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_where_nothing_moves_by_layer_the_loop_is_the_plain_one(stage):
+    shape = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    text = lambda prefetch: zjax.make_train_step(plan_of(stage, "explicit"), loss_with(prefetch)).lower(shape).as_text()  # noqa: E731
+    assert text(1) == text(0)

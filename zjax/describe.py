@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from typing import TYPE_CHECKING
+from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec as P
 from rich import box
@@ -14,9 +14,9 @@ from rich.table import Table
 from zjax.config import ZeroConfig
 from zjax.mesh import AnyMesh, data_axes, degree, zero_axes
 
-if TYPE_CHECKING:
-    from zjax.plan import Placement, Plan
-
+Plan: TypeAlias = Any
+Placement: TypeAlias = Any
+"""Those of `zjax.plan`, which stands above this file: a plan prints itself with it."""
 ROLES = ("rest", "forward", "backward", "accumulator", "optimizer")
 
 

@@ -21,7 +21,7 @@ FREE = {
 """Instructions that move nothing, or that a copy engine does beside the arithmetic."""
 
 BOOKKEEPING_CALLS = {
-    "AllocateBuffer", "AsyncCollectiveStart", "AsyncCollectiveDone", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape",
+    "AllocateBuffer", "AsyncCollectiveStart", "AsyncCollectiveDone", "PrepareAsyncCallStart", "PrepareAsyncCallDone", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape",
     "SPMDShardToFullShape", "LayoutConstraint", "annotate_device_placement", "MoveToHost", "MoveToDevice", "PinToDevice", "xla.sdy.FuncResultSharding",
     "GetCurrentCoreId", "AssumeInBounds", "ConcatBitcast", "SliceBitcast", "CreateBuffer", "Pin", "Unpin",
 }  # fmt: skip

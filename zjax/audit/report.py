@@ -101,7 +101,6 @@ class Audit:
             "exposed_seconds": self.exposed_seconds,
             "predicted_step_seconds": self.timeline.seconds,
             "kernels": [{"name": name, "count": count, "cost": "unknown"} for name, count in sorted(self.timeline.unknown_kernels.items())],
-            "compiler_options": dict(self.compiler_options),
             "findings": [finding.to_json() for finding in self.findings],
             "compile_seconds": self.compile_seconds,
         }
