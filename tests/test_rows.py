@@ -52,6 +52,35 @@ def test_dropout_by_row_keys_is_the_same_on_every_mesh_and_in_both_engines(micro
         np.testing.assert_allclose(params["unit"]["w"], runs[0][1]["unit"]["w"], rtol=1e-4, atol=1e-5)
 
 
+def dropout_in_layers(params, x, rng):
+    """Dropout inside layers whose backward computes them again, by the loop's own rule."""
+
+    def layer(p, x, key):
+        kept = jax.vmap(lambda k: jax.random.bernoulli(k, 0.5, (WIDTH,)))(zjax.row_keys(key, len(x)))
+        return x + kept * jnp.tanh(x @ p["w"])
+
+    x = zjax.scan_layers(layer, params["layers"], jnp.asarray(x), at="layers", per_layer=jax.random.split(rng, 3))
+    return jnp.sum(x**2), jnp.float32(len(x))
+
+
+@pytest.mark.filterwarnings("ignore:zero.stage")
+def test_what_a_layer_draws_is_drawn_again_in_the_backward():
+    runs = []
+    for engine, degrees, devices in MESHES:
+        plan = zjax.build_plan(
+            zjax.ZeroConfig(engine=engine),
+            lambda key: {"layers": {"w": jax.random.normal(key, (3, WIDTH, WIDTH)) / 4}},
+            optax.sgd(1.0),
+            zjax.make_mesh(zjax.MeshConfig(**degrees), jax.devices()[:devices]),
+            units=("layers[*]",),
+        )
+        state, metrics = zjax.make_train_step(plan, dropout_in_layers)(zjax.init_state(plan, jax.random.key(0)), batch())
+        runs.append((float(metrics["loss"]), jax.device_get(state.params["layers"]["w"])))
+    for loss, weights in runs[1:]:
+        np.testing.assert_allclose(loss, runs[0][0], rtol=1e-5)
+        np.testing.assert_allclose(weights, runs[0][1], rtol=1e-4, atol=1e-5)
+
+
 def test_every_row_draws_its_own_and_outside_a_step_too():
     keys = zjax.row_keys(jax.random.key(3), 5)
     assert len({tuple(np.asarray(jax.random.key_data(key))) for key in keys}) == 5

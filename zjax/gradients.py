@@ -116,10 +116,12 @@ def _partitioned(
         def summed(params: PyTree) -> tuple[jax.Array, Sums]:
             # What several units share is gathered once, here; what no unit has is left to XLA.
             given = [gather(traced, leaf, x) if leaf.name in shared else x for leaf, x in zip(leaves, jax.tree.leaves(params), strict=True)]
-            sums = _loss_sums(tracing, loss_fn, jax.tree.unflatten(plan.params_treedef, given), batch, rng)
+            with counting_turns():
+                sums = check_sums(loss_fn(jax.tree.unflatten(plan.params_treedef, given), batch, rng))
             return sums[0], sums
 
-        grads, sums = jax.grad(summed, has_aux=True)(params)
+        with plan_context(tracing):  # around the backward too: rules of derivation trace the model again
+            grads, sums = jax.grad(summed, has_aux=True)(params)
         return _constrained(plan, grads, "accumulator"), sums
 
     if traced is not plan:
@@ -159,11 +161,13 @@ def _explicit(
             # Parameters outside every unit, and those that several units share, belong to the root unit (FSDP): they are
             # gathered once, here.
             given = [x if leaf.name in owned else gather(traced, leaf, x) for leaf, x in zip(leaves, local, strict=True)]
-            sums = _loss_sums(tracing, loss_fn, jax.tree.unflatten(plan.params_treedef, given), batch, rng)
+            with counting_turns():
+                sums = check_sums(loss_fn(jax.tree.unflatten(plan.params_treedef, given), batch, rng))
             return sums[0], sums
 
         carriers = [jnp.zeros(local_shape(plan, leaf, "accumulator"), leaf.reduce) for leaf in leaves]
-        return jax.grad(summed, has_aux=True)(jax.tree.unflatten(plan.params_treedef, carriers))
+        with plan_context(tracing):  # around the backward too: rules of derivation trace the model again
+            return jax.grad(summed, has_aux=True)(jax.tree.unflatten(plan.params_treedef, carriers))
 
     return jax.shard_map(
         on_device,
@@ -173,11 +177,6 @@ def _explicit(
         axis_names=manual,
         check_vma=False,
     )(params, _split_rows(plan, batch), rng)
-
-
-def _loss_sums(tracing: Tracing, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array) -> Sums:
-    with plan_context(tracing), counting_turns():
-        return check_sums(loss_fn(params, batch, rng))
 
 
 def _gathered_at_rest(plan: Plan) -> Plan:

@@ -57,6 +57,10 @@ def scan_layers(
       remat: as in `fully_shard`. The derivative rule keeps layer inputs only (`"full"`); with another policy, with
         `reshard_after_forward=False` and outside a step, the loop is the plain one.
 
+    Raises:
+      ValueError: layers of different number, a prefetch other than 0 and 1.
+      TypeError: forward-mode differentiation through the derivative rule.
+
     Returns:
       x after the last layer; with `has_aux` also the layers' aux, stacked.
     """
@@ -115,7 +119,15 @@ def _prefetched(
 
     run = _with_rule(layer, weights_of, reduced, n)
     _, x, wait = take_turn(plan, {}, x)
-    x, aux, last_input = run([jax.lax.stop_gradient(value) for value in values], carriers, x, arrays, per_layer, wait)
+    try:
+        x, aux, last_input = run([jax.lax.stop_gradient(value) for value in values], carriers, x, arrays, per_layer, wait)
+    except (TypeError, NotImplementedError) as error:
+        if "forward-mode" not in str(error) and "custom_lin" not in str(error):
+            raise
+        raise TypeError(
+            f"scan_layers(at={at!r}): its own derivative rule has no forward-mode (jax.jvp, jax.jacfwd, jax.hessian); "
+            "use prefetch=0, the plain loop, for it"
+        ) from error
     take_turn(plan, {}, last_input)  # what comes after may be gathered beside the last layer
     return (x, aux) if has_aux else x
 
