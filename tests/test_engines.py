@@ -73,6 +73,15 @@ def test_hybrid_sends_between_hosts_only_an_all_reduce_of_scattered_gradients():
     assert not audit.findings, str(audit)
 
 
+def test_tied_weights_are_gathered_once_a_step_and_no_finding():
+    audit = audited(model__tied=True)
+    table = 32000 * 4096 * 2
+    layers = one_pass(audit) - 7 / 8 * table
+    assert sent(audit)["all-gather"] == pytest.approx(2 * layers + 7 / 8 * table, rel=0.01)
+    assert sent(audit)["reduce-scatter"] == pytest.approx(one_pass(audit), rel=0.01)
+    assert not audit.findings, str(audit)
+
+
 # --- accumulation -----------------------------------------------------------------------------------------------------------
 
 K = 4

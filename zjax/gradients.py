@@ -32,7 +32,7 @@ from zjax.collectives import (
 from zjax.plan import Plan
 from zjax.precision import cast
 from zjax.tree import PyTree
-from zjax.units import Tracing, counting_turns, owners, plan_context, recorded_marks
+from zjax.units import Tracing, counting_turns, owners, plan_context, record_gathered, recorded_marks
 
 LossFn = Callable[..., Any]
 Sums = tuple[jax.Array, jax.Array, dict[str, tuple[jax.Array, jax.Array]]]
@@ -65,6 +65,7 @@ def gradients(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: j
       TypeError: a loss that does not keep the loss contract.
     """
     marked = _inspect(plan, loss_fn, params, batch, rng)
+    record_gathered(sorted(path for path, ats in marked.items() if len(ats) > 1), "")  # the root unit gathers what several share
     if plan.engine == "explicit":
         return _explicit(plan, loss_fn, marked, params, batch, rng)
     return _partitioned(plan, loss_fn, marked, params, batch, rng)

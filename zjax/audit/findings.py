@@ -127,10 +127,13 @@ def _outside_units(e: Evidence) -> Iterator[Finding]:
     for leaf in e.plan.part("params"):
         if leaf.zero_axes and leaf.name not in e.marked:
             unmarked.setdefault(leaf.unit, []).append(leaf)
+    then = "it is gathered whole with the root unit, and kept from the forward to the backward"
+    if e.plan.engine == "partitioner":
+        then = "where and how often that is gathered is left to XLA"
     for unit, leaves in unmarked.items():
         yield Finding(
             "outside-units", unit or "root unit", sum(leaf_bytes(leaf.shape, leaf.rest.dtype) for leaf in leaves),
-            f"no unit gathers {', '.join(leaf.path for leaf in leaves)}: where and how often that is gathered is left to XLA. "
+            f"no unit gathers {', '.join(leaf.path for leaf in leaves)}: {then}. "
             "Mark the function or module that uses it with zjax.fully_shard",
         )  # fmt: skip
 
