@@ -65,10 +65,12 @@ def gradients(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: j
       TypeError: a loss that does not keep the loss contract.
     """
     marked = _inspect(plan, loss_fn, params, batch, rng)
-    record_gathered(sorted(path for path, ats in marked.items() if len(ats) > 1), "")  # the root unit gathers what several share
+    shared = frozenset(path for path, ats in marked.items() if len(ats) > 1)
+    record_gathered(sorted(shared), "")  # the root unit gathers what several share
+    tracing = Tracing(plan if plan.zero.reshard_after_backward else _gathered_at_rest(plan), owners(marked))
     if plan.engine == "explicit":
-        return _explicit(plan, loss_fn, marked, params, batch, rng)
-    return _partitioned(plan, loss_fn, marked, params, batch, rng)
+        return _explicit(plan, tracing, loss_fn, params, batch, rng)
+    return _partitioned(plan, tracing, shared, loss_fn, params, batch, rng)
 
 
 def _inspect(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array) -> dict[str, set[str]]:
@@ -85,8 +87,7 @@ def _inspect(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: ja
     (local,) = found
     pieces = share if plan.engine == "explicit" else plan.accumulation.micro_batches
     if local is not None and pieces > 1:
-        with plan_context(Tracing(plan, recording=-1)):
-            whole = weight_of(rows)
+        whole = weight_of(rows)
         if abs(whole - share * local) > 1e-3 * abs(whole):
             raise TypeError(
                 f"loss_fn returns the weight {local:g} for {rows // share} rows and {whole:g} for {rows}: a weight is a sum over the rows "
@@ -106,12 +107,10 @@ def _constant_weight(weight: Callable[..., jax.Array], *args: Any) -> float | No
 
 
 def _partitioned(
-    plan: Plan, loss_fn: LossFn, marked: dict[str, set[str]], params: PyTree, batch: PyTree, rng: jax.Array
+    plan: Plan, tracing: Tracing, shared: frozenset[str], loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array
 ) -> tuple[PyTree, Sums]:
     """Partitioner engine: gradients of global arrays, in the accumulator's spec."""
-    traced = plan if plan.zero.reshard_after_backward else _gathered_at_rest(plan)
-    tracing, leaves = Tracing(traced, owners(marked)), traced.part("params")
-    shared = {path for path, ats in marked.items() if len(ats) > 1}
+    traced, leaves = tracing.plan, tracing.plan.part("params")
 
     def micro_batch(params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
         def summed(params: PyTree) -> tuple[jax.Array, Sums]:
@@ -132,13 +131,10 @@ def _partitioned(
     return _constrained(plan, grads, "optimizer"), sums
 
 
-def _explicit(
-    plan: Plan, loss_fn: LossFn, marked: dict[str, set[str]], params: PyTree, batch: PyTree, rng: jax.Array
-) -> tuple[PyTree, Sums]:
+def _explicit(plan: Plan, tracing: Tracing, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
     """Explicit engine: the same inside `shard_map`, on what each device holds."""
     mesh, manual = plan.mesh, manual_axes(plan.mesh)
-    traced = plan if plan.zero.reshard_after_backward else _gathered_at_rest(plan)
-    tracing, leaves = Tracing(traced, owners(marked)), traced.part("params")
+    traced, leaves = tracing.plan, tracing.plan.part("params")
     owned = {name for name, _ in tracing.owners}
 
     def specs(role: str) -> PyTree:

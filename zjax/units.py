@@ -22,7 +22,7 @@ from flax import linen, nnx
 
 from zjax.collectives import constrain_rows, gather, is_gather, is_local, local_shape, zero_after
 from zjax.plan import Plan
-from zjax.tree import PyTree, named_leaves
+from zjax.tree import PyTree, matches, named_leaves
 
 plan_context = jax.make_user_context(default_value=None)
 """`with plan_context(Tracing(plan, owners)):` makes the unit marks traced inside it obey the plan."""
@@ -169,7 +169,7 @@ def cast_stream(plan: Plan, at: str, x: PyTree) -> PyTree:
     """A unit's input in the unit's dtype, where a plan has units of several (FSDP2 MixedPrecisionPolicy.cast_forward_inputs)."""
     if not any(unit.compute for unit in plan.units):
         return x
-    dtypes = {leaf.rest.dtype for name, leaf in plan.params.items() if name == at or name.startswith(at + "/" if at else "")}
+    dtypes = {leaf.rest.dtype for name, leaf in plan.params.items() if not at or matches(at, name)}
     if len(dtypes) != 1:
         return x
     dtype = dtypes.pop()
