@@ -13,7 +13,8 @@ import numpy as np
 from rich.console import Console
 
 from zjax import train
-from zjax.config import TrainConfig, from_dict
+from zjax.config import TrainConfig
+from zjax.fields import from_dict
 from zjax.tree import named_leaves
 
 REPO = Path(__file__).parent.parent

@@ -27,8 +27,9 @@ from zjax.audit.hlo import parse
 from zjax.audit.schedule import Timeline
 from zjax.audit.targets import parse_target
 from zjax.cli import audit_run, load_config, main
-from zjax.config import ConfigError, MeshConfig
+from zjax.config import MeshConfig
 from zjax.estimate import traffic_by_link, traffic_per_step
+from zjax.fields import ConfigError
 from zjax.models import llama
 
 MIB = 2**20

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zjax.config import ConfigError, DataConfig
+from zjax.config import DataConfig
 from zjax.data import Batches, Corpus, Rows, load_corpus, prefetch
+from zjax.fields import ConfigError
 
 
 def corpus_of(*documents, vocab_size=256):

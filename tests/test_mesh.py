@@ -13,7 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zjax
-from zjax.config import ConfigError, MeshConfig
+from zjax.config import MeshConfig
+from zjax.fields import ConfigError
 from zjax.mesh import AXES, data_axes, degree, physical_axes, resolve_degrees, shard_shape, spec_axes, zero_axes
 
 

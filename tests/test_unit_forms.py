@@ -12,8 +12,8 @@ from flax import linen, nnx
 import zjax
 from zjax import rules
 from zjax.collectives import zero_after
-from zjax.config import ConfigError
 from zjax.estimate import traffic_per_step
+from zjax.fields import ConfigError
 
 WIDTH, ROWS = 32, 16
 ENGINES = pytest.mark.parametrize("engine", ["partitioner", "explicit"])

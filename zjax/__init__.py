@@ -5,7 +5,6 @@ from zjax.checkpoint import Checkpointer, CheckpointError
 from zjax.config import (
     AccumulationConfig,
     CheckpointConfig,
-    ConfigError,
     DataConfig,
     MeshConfig,
     ModelConfig,
@@ -16,6 +15,7 @@ from zjax.config import (
     ZeroConfig,
 )
 from zjax.describe import bytes_per_device
+from zjax.fields import ConfigError
 from zjax.flags import xla_flags
 from zjax.gradients import mean_loss
 from zjax.layers import scan_layers

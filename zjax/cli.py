@@ -21,9 +21,10 @@ import ml_collections
 from zjax import train
 from zjax.audit import Audit, AuditError, audit_recipe
 from zjax.audit.targets import parse_target
-from zjax.config import ConfigError, TrainConfig, from_dict
+from zjax.config import TrainConfig
 from zjax.describe import bytes_per_device, spec_text
 from zjax.estimate import traffic_by_link, traffic_per_step
+from zjax.fields import ConfigError, from_dict
 from zjax.mesh import abstract_mesh
 from zjax.plan import Plan
 from zjax_command import quiet_stderr

@@ -7,24 +7,12 @@ the dotted name of the knob, the value it had, the rule it broke and, for an unk
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-T = typing.TypeVar("T")
-
-
-class ConfigError(ValueError):
-    """A config that cannot be honoured. The message names the knob, its value and what to do."""
-
-
-def _require(condition: bool, name: str, value: Any, rule: str) -> None:
-    if not condition:
-        raise ConfigError(f"{name}={value!r}: {rule}")
+from zjax.fields import check_types, nearest, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +44,22 @@ class ModelConfig:
     (T x T scores at once), `chunked` (a block of queries at a time), `splash` (TPU), `cudnn` (GPU). The same function in all."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "model.")
+        check_types(self, "model.")
         if self.preset == "abstract":
-            _require(
+            require(
                 self.parameters is not None and self.parameters > 0,
                 "model.parameters",
                 self.parameters,
                 "the abstract preset needs a positive number of parameters",
             )
         else:
-            _require(
+            require(
                 self.parameters is None, "model.parameters", self.parameters, "only model.preset='abstract' takes a number of parameters"
             )
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "max_sequence"):
             value = getattr(self, name)
-            _require(value is None or value > 0, f"model.{name}", value, "must be positive")
-        _require(
+            require(value is None or value > 0, f"model.{name}", value, "must be positive")
+        require(
             self.attention in (None, "auto", "plain", "chunked", "splash", "cudnn"),
             "model.attention",
             self.attention,
@@ -101,14 +89,14 @@ class MeshConfig:
     """Tensor-parallel degree: shards the dims that rules name, never the batch."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "mesh.")
+        check_types(self, "mesh.")
         degrees = dataclasses.asdict(self)
         for name, degree in degrees.items():
-            _require(degree == -1 or degree > 0, f"mesh.{name}", degree, "must be positive, or -1 to take the devices that are left")
+            require(degree == -1 or degree > 0, f"mesh.{name}", degree, "must be positive, or -1 to take the devices that are left")
         inferred = [name for name, degree in degrees.items() if degree == -1]
-        _require(len(inferred) <= 1, "mesh." + " and mesh.".join(inferred), -1, "only one axis can be -1")
-        _require(self.pipeline == 1, "mesh.pipeline", self.pipeline, "pipeline parallelism is not available; use 1")
-        _require(self.sequence == 1, "mesh.sequence", self.sequence, "sequence parallelism is not available; use 1")
+        require(len(inferred) <= 1, "mesh." + " and mesh.".join(inferred), -1, "only one axis can be -1")
+        require(self.pipeline == 1, "mesh.pipeline", self.pipeline, "pipeline parallelism is not available; use 1")
+        require(self.sequence == 1, "mesh.sequence", self.sequence, "sequence parallelism is not available; use 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,41 +130,41 @@ class ZeroConfig:
     limit_all_gathers (compare DeepSpeed stage3_max_live_parameters); 0 leaves it to XLA. `prefetch` needs prefetch + 1."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "zero.")
-        _require(self.prefetch in (0, 1), "zero.prefetch", self.prefetch, "must be 0 or 1 layers")
-        _require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "must be 0, 1, 2 or 3")
-        _require(
+        check_types(self, "zero.")
+        require(self.prefetch in (0, 1), "zero.prefetch", self.prefetch, "must be 0 or 1 layers")
+        require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "must be 0, 1, 2 or 3")
+        require(
             isinstance(self.reshard_after_forward, bool),
             "zero.reshard_after_forward",
             self.reshard_after_forward,
             "a secondary shard group (ZeRO++ hpZ) is not available; use True or False",
         )
-        _require(
+        require(
             self.reshard_after_forward is True or self.stage == 3,
             "zero.reshard_after_forward",
             False,
             f"only stage 3 gathers parameters; with zero.stage={self.stage} leave it True",
         )
-        _require(
+        require(
             self.reshard_after_backward or self.stage == 3,
             "zero.reshard_after_backward",
             False,
             f"only stage 3 gathers parameters; with zero.stage={self.stage} leave it True",
         )
-        _require(
+        require(
             not self.max_gathered_units or self.max_gathered_units > self.prefetch,
             "zero.max_gathered_units",
             self.max_gathered_units,
             f"zero.prefetch={self.prefetch} has {self.prefetch + 1} units gathered at once; set zero.prefetch=0, or this to {self.prefetch + 1} or more",
         )
-        _require(self.persistence_threshold >= 0, "zero.persistence_threshold", self.persistence_threshold, "must be 0 or more elements")
-        _require(
+        require(self.persistence_threshold >= 0, "zero.persistence_threshold", self.persistence_threshold, "must be 0 or more elements")
+        require(
             not self.persistence_threshold or self.stage == 3,
             "zero.persistence_threshold",
             self.persistence_threshold,
             f"only stage 3 shards parameters; with zero.stage={self.stage} leave it 0",
         )
-        _require(
+        require(
             self.engine in ("auto", "partitioner", "explicit"), "zero.engine", self.engine, "must be 'auto', 'partitioner' or 'explicit'"
         )
 
@@ -190,17 +178,19 @@ class Unit:
     reshard_after_forward: bool | None = None
     """Stage 3: as `ZeroConfig.reshard_after_forward`, for this unit; None takes that."""
     compute: str | None = None
-    """`bfloat16` or `float32`: dtype of its parameters and, cast when it is called, of its input (MixedPrecisionPolicy
+    """One of `DTYPES`: that of its parameters and, cast when it is called, of its input (MixedPrecisionPolicy
     param_dtype, cast_forward_inputs); None takes `PrecisionConfig.compute`."""
     reduce: str | None = None
-    """`bfloat16` or `float32`: dtype in which its gradients travel (MixedPrecisionPolicy reduce_dtype); None takes
+    """One of `DTYPES`, in which its gradients travel (MixedPrecisionPolicy reduce_dtype); None takes
     `PrecisionConfig.reduce`."""
+    output: str | None = None
+    """One of `DTYPES`, to which its floating outputs are cast (MixedPrecisionPolicy output_dtype); None leaves them."""
 
     def __post_init__(self) -> None:
-        _check_types(self, f"Unit({self.path!r}).")
-        for name in ("compute", "reduce"):
+        check_types(self, f"Unit({self.path!r}).")
+        for name in ("compute", "reduce", "output"):
             value = getattr(self, name)
-            _require(value in (None, *DTYPES), f"Unit({self.path!r}).{name}", value, f"must be one of {', '.join(DTYPES)}, or None")
+            require(value in (None, *DTYPES), f"Unit({self.path!r}).{name}", value, f"must be one of {', '.join(DTYPES)}, or None")
 
     @property
     def prefix(self) -> str:
@@ -213,40 +203,154 @@ class Unit:
         return self.path.endswith("[*]")
 
 
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float32", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """Loss scaling of float16 compute, as DeepSpeed's `fp16` section and its DynamicLossScaler have it."""
+
+    static: float | None = None
+    """A scale that never changes (`loss_scale`); None is dynamic scaling (`loss_scale` 0)."""
+    initial_power: int = 16
+    """The first scale is 2 to this (`initial_scale_power`)."""
+    window: int = 1000
+    """Steps without overflow until the scale doubles (`loss_scale_window`)."""
+    hysteresis: int = 2
+    """Overflows until the scale halves (`hysteresis`); refilled when the scale grows."""
+    consecutive_hysteresis: bool = False
+    """Whether each step without overflow refills the hysteresis (`consecutive_hysteresis`)."""
+    minimum: float = 1.0
+    """The scale never falls below this (`min_loss_scale`)."""
+    raise_at_minimum: bool = True
+    """Whether an overflow at the minimum ends the run (DeepSpeed raise_error_at_min_scale)."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "precision.loss_scale.")
+        name = "precision.loss_scale"
+        require(
+            self.static is None or 0 < self.static < math.inf,
+            f"{name}.static",
+            self.static,
+            "must be positive and finite, or None to adapt it",
+        )
+        require(0 <= self.initial_power <= 127, f"{name}.initial_power", self.initial_power, "must lie in [0, 127]")
+        require(self.window > 0, f"{name}.window", self.window, "must be a positive number of steps")
+        require(self.hysteresis > 0, f"{name}.hysteresis", self.hysteresis, "must be a positive number of overflows")
+        require(
+            0 < self.minimum <= 2.0**self.initial_power or self.static is not None,
+            f"{name}.minimum",
+            self.minimum,
+            f"must be positive and not above the first scale, 2**{self.initial_power}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Dtypes of compute and of gradients that travel. Optimizer state, gradient norms and accumulators are float32."""
+    """Dtypes of compute, of gradients that travel and of those that are accumulated. Moments and norms are float32."""
 
     compute: str = "bfloat16"
-    """`bfloat16`: parameters and activations in bf16, fp32 master weights in the optimizer state; `float32`: no master."""
-
+    """`bfloat16` or `float16`: parameters and activations, with fp32 master weights in the optimizer state, and for
+    `float16` loss scaling; `float32`: no master."""
     reduce: str | None = None
-    """`bfloat16` or `float32`: dtype in which gradients travel between devices (FSDP reduce_dtype, DeepSpeed
-    communication_data_type); None means that of compute. Another than that of compute takes the explicit engine."""
+    """One of `DTYPES`, in which gradients travel between devices (FSDP reduce_dtype, DeepSpeed communication_data_type);
+    None means that of compute. Another than that of compute takes the explicit engine."""
+    accumulate: str = "float32"
+    """One of `DTYPES`, in which micro-batches' gradients are summed (DeepSpeed data_types.grad_accum_dtype)."""
+    keep_float32: tuple[str, ...] = ()
+    """Patterns of parameters that stay float32 in compute (norm scales, a router), without a master of their own."""
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    """Of float16 compute."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "precision.")
-        _require(
-            self.compute != "float16",
-            "precision.compute",
-            self.compute,
-            "float16 needs loss scaling, which is not available; use 'bfloat16'",
+        check_types(self, "precision.")
+        require(self.compute in DTYPES, "precision.compute", self.compute, f"must be one of {', '.join(DTYPES)}")
+        require(self.reduce in (None, *DTYPES), "precision.reduce", self.reduce, f"must be one of {', '.join(DTYPES)}, or None")
+        require(self.accumulate in DTYPES, "precision.accumulate", self.accumulate, f"must be one of {', '.join(DTYPES)}")
+        require(
+            self.compute == "float16" or self.loss_scale == LossScaleConfig(),
+            "precision.loss_scale",
+            self.loss_scale,
+            f"only float16 is scaled, and precision.compute={self.compute!r}",
         )
-        _require(self.compute in DTYPES, "precision.compute", self.compute, "must be 'bfloat16' or 'float32'")
-        _require(self.reduce in (None, *DTYPES), "precision.reduce", self.reduce, "must be 'bfloat16', 'float32' or None")
 
 
 OPTIMIZER_KNOBS = {
-    "adamw": ("b1", "b2", "eps", "weight_decay"),
-    "adam": ("b1", "b2", "eps"),
-    "lion": ("b1", "b2", "weight_decay"),
+    "adamw": ("b1", "b2", "eps", "weight_decay", "moment_dtype"),
+    "adam": ("b1", "b2", "eps", "weight_decay", "moment_dtype"),
+    "lion": ("b1", "b2", "weight_decay", "moment_dtype"),
     "adafactor": ("weight_decay",),
-    "sgd": ("momentum",),
+    "adagrad": ("eps", "weight_decay"),
+    "lamb": ("b1", "b2", "eps", "weight_decay"),
+    "sgd": ("momentum", "nesterov", "weight_decay", "moment_dtype"),
+    "muon": ("momentum", "nesterov", "b1", "b2", "eps", "weight_decay", "adam_learning_rate", "moment_dtype"),
+    "schedule_free_adamw": ("b1", "b2", "eps", "weight_decay"),
 }
 """The optimizers by name, and which of the optional knobs each takes."""
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "constant": {},
+    "linear": {},
+    "cosine": {},
+    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"},
+    "WarmupDecayLR": {
+        "total_num_steps": None,
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 0.001,
+        "warmup_num_steps": 1000,
+        "warmup_type": "log",
+    },
+    "WarmupCosineLR": {
+        "total_num_steps": None,
+        "warmup_min_ratio": 0.0,
+        "warmup_num_steps": 1000,
+        "cos_min_ratio": 0.0001,
+        "warmup_type": "log",
+    },
+    "OneCycle": {
+        "cycle_min_lr": None,
+        "cycle_max_lr": None,
+        "decay_lr_rate": 0.0,
+        "cycle_first_step_size": 2000,
+        "cycle_second_step_size": None,
+        "cycle_first_stair_count": 0,
+        "cycle_second_stair_count": None,
+        "decay_step_size": 0,
+        "cycle_momentum": True,
+        "cycle_min_mom": 0.8,
+        "cycle_max_mom": 0.9,
+        "decay_mom_rate": 0.0,
+    },
+    "LRRangeTest": {
+        "lr_range_test_min_lr": 0.001,
+        "lr_range_test_step_size": 2000,
+        "lr_range_test_step_rate": 1.0,
+        "lr_range_test_staircase": False,
+    },
+}
+"""The schedules by name, and the arguments of DeepSpeed's with their defaults there."""
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Parameters that are updated with a learning rate or weight decay of their own (torch and DeepSpeed parameter groups)."""
+
+    patterns: tuple[str, ...]
+    """Patterns of parameter paths; the first group that names a parameter has it."""
+    learning_rate_scale: float = 1.0
+    """What the schedule's learning rate is multiplied with."""
+    weight_decay: float | None = None
+    """Decoupled weight decay; None takes `OptimizerConfig.weight_decay`."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "optimizer.groups.")
+        require(bool(self.patterns), "optimizer.groups.patterns", self.patterns, "must name parameters")
+        require(
+            0 <= self.learning_rate_scale < math.inf,
+            "optimizer.groups.learning_rate_scale",
+            self.learning_rate_scale,
+            "must be finite and not negative",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +362,10 @@ class OptimizerConfig:
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: str = "constant"
-    """After the warm-up: `constant`, `linear` or `cosine`, down to `min_ratio` of the peak at the run's last step."""
+    """After the warm-up: `constant`, `linear` or `cosine`, down to `min_ratio` of the peak at the run's last step; or one of
+    DeepSpeed's by its name (`SCHEDULES`), whose arguments are in `schedule_arguments`."""
+    schedule_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of a DeepSpeed schedule, by DeepSpeed's names."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up from 0."""
     min_ratio: float = 0.0
@@ -270,32 +377,62 @@ class OptimizerConfig:
     eps: float | None = None
     """Added to the root of the second moment."""
     weight_decay: float | None = None
-    """Decoupled weight decay, on every parameter."""
+    """Weight decay, on every parameter; decoupled, but for `adam`, `adagrad` and `sgd`, where it is added to the gradient (torch)."""
     momentum: float | None = None
-    """Momentum of sgd."""
+    """Momentum of sgd and muon."""
+    nesterov: bool | None = None
+    """Nesterov momentum of sgd and muon."""
+    adam_learning_rate: float | None = None
+    """Peak learning rate of the parameters that muon leaves to adamw; None takes `learning_rate`."""
+    moment_dtype: str | None = None
+    """`bfloat16` or `float32`: dtype of the first moment; None is float32."""
+    groups: tuple[ParamGroup, ...] = ()
+    """Parameters with a learning rate or weight decay of their own."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "optimizer.")
-        _require(
+        check_types(self, "optimizer.")
+        require(
             self.name in OPTIMIZER_KNOBS,
             "optimizer.name",
             self.name,
-            f"{_nearest(self.name, OPTIMIZER_KNOBS)}known: {', '.join(OPTIMIZER_KNOBS)}",
+            f"{nearest(self.name, OPTIMIZER_KNOBS)}known: {', '.join(OPTIMIZER_KNOBS)}",
         )
-        _require(0 <= self.learning_rate < math.inf, "optimizer.learning_rate", self.learning_rate, "must be finite and not negative")
-        _require(
-            self.schedule in ("constant", "linear", "cosine"),
+        for knob in ("learning_rate", "adam_learning_rate"):
+            rate = getattr(self, knob)
+            require(rate is None or 0 <= rate < math.inf, f"optimizer.{knob}", rate, "must be finite and not negative")
+        require(
+            self.schedule in SCHEDULES,
             "optimizer.schedule",
             self.schedule,
-            "must be 'constant', 'linear' or 'cosine'",
+            f"{nearest(self.schedule, SCHEDULES)}known: {', '.join(SCHEDULES)}",
         )
-        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "must be 0 or more steps")
-        _require(0 <= self.min_ratio <= 1, "optimizer.min_ratio", self.min_ratio, "must lie in [0, 1]")
+        known = SCHEDULES[self.schedule]
+        for name, value in self.schedule_arguments.items():
+            require(
+                name in known,
+                f"optimizer.schedule_arguments.{name}",
+                value,
+                f"{nearest(name, known)}{self.schedule} takes {', '.join(known) or 'none'}",
+            )
+        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "must be 0 or more steps")
+        require(
+            not (known and self.warmup_steps),
+            "optimizer.warmup_steps",
+            self.warmup_steps,
+            f"{self.schedule} has a warm-up of its own; set it in optimizer.schedule_arguments",
+        )
+        require(0 <= self.min_ratio <= 1, "optimizer.min_ratio", self.min_ratio, "must lie in [0, 1]")
         for knob in ("b1", "b2", "momentum"):
             value = getattr(self, knob)
-            _require(value is None or 0 <= value < 1, f"optimizer.{knob}", value, "must lie in [0, 1)")
-        for knob in ("b1", "b2", "eps", "weight_decay", "momentum"):
-            _require(
+            require(value is None or 0 <= value < 1, f"optimizer.{knob}", value, "must lie in [0, 1)")
+        require(
+            self.moment_dtype in (None, "bfloat16", "float32"),
+            "optimizer.moment_dtype",
+            self.moment_dtype,
+            "must be 'bfloat16', 'float32' or None",
+        )
+        for knob in sorted({knob for knobs in OPTIMIZER_KNOBS.values() for knob in knobs}):
+            require(
                 getattr(self, knob) is None or knob in OPTIMIZER_KNOBS[self.name],
                 f"optimizer.{knob}",
                 getattr(self, knob),
@@ -315,9 +452,9 @@ class AccumulationConfig:
     Stages 0 and 1 hold whole gradients anyway: the explicit engine reduces them once, the partitioner each time."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "accumulation.")
-        _require(self.micro_batches > 0, "accumulation.micro_batches", self.micro_batches, "must be positive")
-        _require(self.mode in ("sharded", "local"), "accumulation.mode", self.mode, "must be 'sharded' or 'local'")
+        check_types(self, "accumulation.")
+        require(self.micro_batches > 0, "accumulation.micro_batches", self.micro_batches, "must be positive")
+        require(self.mode in ("sharded", "local"), "accumulation.mode", self.mode, "must be 'sharded' or 'local'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,10 +473,10 @@ class DataConfig:
     """Tokens per sequence that are predicted."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "data.")
-        _require(self.global_batch > 0, "data.global_batch", self.global_batch, "must be a positive number of sequences")
-        _require(self.sequence_length > 0, "data.sequence_length", self.sequence_length, "must be a positive number of tokens")
-        _require(bool(self.path), "data.path", self.path, "must name a file, a directory or 'stdlib'")
+        check_types(self, "data.")
+        require(self.global_batch > 0, "data.global_batch", self.global_batch, "must be a positive number of sequences")
+        require(self.sequence_length > 0, "data.sequence_length", self.sequence_length, "must be a positive number of tokens")
+        require(bool(self.path), "data.path", self.path, "must name a file, a directory or 'stdlib'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,9 +489,9 @@ class CheckpointConfig:
     """The newest checkpoints that are kept."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "checkpoint.")
-        _require(self.every >= 0, "checkpoint.every", self.every, "must be 0 or more steps")
-        _require(self.keep > 0, "checkpoint.keep", self.keep, "must be positive")
+        check_types(self, "checkpoint.")
+        require(self.every >= 0, "checkpoint.every", self.every, "must be 0 or more steps")
+        require(self.keep > 0, "checkpoint.keep", self.keep, "must be positive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,6 +504,12 @@ class TrainConfig:
     """Seed of the initial weights, the data order and dropout."""
     clip: float | None = 1.0
     """Largest global gradient norm (DeepSpeed gradient_clipping); None does not clip."""
+    max_consecutive_skips: int = 20
+    """Steps in a row that are skipped because loss or gradients are not finite, after which the run stops; 0 never stops it."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of parameters that are not trained: no gradient, moments or master (torch requires_grad=False)."""
+    trainable: tuple[str, ...] = ()
+    """Patterns of the only parameters that are trained (LoRA); empty for all. Those also named by `frozen` are not."""
     remat: str = "none"
     """Per block: `none`, `full` (recompute all but the block's input), `dots` (keep matrix products without batch dims)."""
     sample_tokens: int = 200
@@ -381,74 +524,21 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        _check_types(self, "")
-        _require(self.steps > 0, "steps", self.steps, "must be positive")
-        _require(0 <= self.seed < 2**32, "seed", self.seed, "must lie in [0, 2**32)")
-        _require(self.clip is None or 0 < self.clip < math.inf, "clip", self.clip, "must be positive and finite, or None not to clip")
-        _require(self.remat in ("none", "full", "dots"), "remat", self.remat, "must be 'none', 'full' or 'dots'")
-        _require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "must be 0 or more")
-        _require(
+        check_types(self, "")
+        require(self.steps > 0, "steps", self.steps, "must be positive")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "must lie in [0, 2**32)")
+        require(self.clip is None or 0 < self.clip < math.inf, "clip", self.clip, "must be positive and finite, or None not to clip")
+        require(self.max_consecutive_skips >= 0, "max_consecutive_skips", self.max_consecutive_skips, "must be 0 or more steps")
+        require(self.remat in ("none", "full", "dots"), "remat", self.remat, "must be 'none', 'full' or 'dots'")
+        require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "must be 0 or more")
+        require(
             self.optimizer.warmup_steps <= self.steps,
             "optimizer.warmup_steps",
             self.optimizer.warmup_steps,
             f"the run has only steps={self.steps}",
         )
-        _require(
+        require(
             self.data.global_batch % self.accumulation.micro_batches == 0,
             "data.global_batch", self.data.global_batch,
             f"must be a multiple of accumulation.micro_batches={self.accumulation.micro_batches} ({self.data.global_batch} % {self.accumulation.micro_batches} = {self.data.global_batch % self.accumulation.micro_batches})",
         )  # fmt: skip
-
-
-def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """Builds the config dataclass `cls` from nested dictionaries; keys that are left out keep their default.
-
-    Raises `ConfigError` on an unknown key (with the nearest known one), a value of the wrong type, or a broken rule.
-    """
-    hints = typing.get_type_hints(cls)
-    built = {}
-    for key, value in values.items():
-        name = f"{path}{key}"
-        if key not in hints:
-            raise ConfigError(
-                f"unknown config key {name!r}: {_nearest(key, hints, path)}known: {', '.join(path + known for known in hints)}"
-            )
-        is_section = dataclasses.is_dataclass(hints[key]) and isinstance(value, Mapping)
-        built[key] = from_dict(hints[key], value, name + ".") if is_section else value
-    return cls(**built)
-
-
-def _check_types(config: Any, path: str) -> None:
-    """Puts each field in the form its annotation names (an int for a float, a list for a tuple), or raises."""
-    for name, hint in typing.get_type_hints(type(config)).items():
-        object.__setattr__(config, name, _typed(hint, getattr(config, name), path + name))
-
-
-def _typed(hint: Any, value: Any, name: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, typing.cast(type, hint)):
-            raise ConfigError(f"{name}={value!r}: must be a section with keys {', '.join(typing.get_type_hints(hint))}")
-        return value
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for option in options:
-        if option in (int, float, str, bool, types.NoneType) and type(value) is option:
-            return value
-        if typing.get_origin(option) is tuple and isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
-            return tuple(value)
-    if float in options and type(value) is int:
-        return float(value)
-    # A single pattern or path is a list of one; anything else, such as "2" for 2, is a mistake that is told.
-    if isinstance(value, str) and str not in options and any(typing.get_origin(o) is tuple for o in options):
-        return (value,)
-    raise ConfigError(f"{name}={value!r}: must be {' or '.join(_type_name(o) for o in options)}, not {type(value).__name__}")
-
-
-def _type_name(hint: Any) -> str:
-    if typing.get_origin(hint) is tuple:
-        return "a list of strings"
-    return "None" if hint is types.NoneType else hint.__name__
-
-
-def _nearest(key: str, known: typing.Iterable[str], path: str = "") -> str:
-    close = difflib.get_close_matches(key.lower(), list(known), n=1, cutoff=0.5)
-    return f"did you mean {path + close[0]!r}? " if close else ""

@@ -19,7 +19,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from zjax.config import ConfigError, MeshConfig
+from zjax.config import MeshConfig
+from zjax.fields import ConfigError
 
 AXES = ("pipeline", "replica", "fsdp", "expert", "sequence", "tensor")
 DATA_AXES = ("replica", "fsdp", "expert")

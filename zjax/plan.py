@@ -26,7 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 from zjax import describe
 from zjax import rules as rules_lib
-from zjax.config import AccumulationConfig, ConfigError, PrecisionConfig, Unit, ZeroConfig
+from zjax.config import AccumulationConfig, PrecisionConfig, Unit, ZeroConfig
+from zjax.fields import ConfigError
 from zjax.mesh import AnyMesh, data_axes, degree, physical_axes, shard_shape, spec_axes, zero_axes
 from zjax.precision import cast
 from zjax.tree import PyTree, Shape, leaf_bytes, matches, named_leaves, path_name, require_all_used

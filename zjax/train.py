@@ -23,9 +23,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from zjax import rules
 from zjax.checkpoint import Checkpointer, CheckpointError
-from zjax.config import ConfigError, TrainConfig
+from zjax.config import TrainConfig
 from zjax.data import DTYPES, Batches, Corpus, load_corpus, prefetch
 from zjax.describe import summary
+from zjax.fields import ConfigError
 from zjax.flags import xla_flags
 from zjax.mesh import AnyMesh, make_mesh
 from zjax.metrics import MetricsWriter, draw_loss_curve

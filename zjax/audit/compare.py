@@ -15,7 +15,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from zjax.config import ConfigError, TrainConfig, from_dict
+from zjax.config import TrainConfig
+from zjax.fields import ConfigError, from_dict
 
 
 @dataclass(frozen=True)

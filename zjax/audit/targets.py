@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zjax.audit.collectives import Place
-from zjax.config import ConfigError
 from zjax.estimate.hardware import CHIPS, Chip, chip_named
+from zjax.fields import ConfigError
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import grain
 import jax
 import numpy as np
 
-from zjax.config import ConfigError
 from zjax.data.corpus import Corpus
+from zjax.fields import ConfigError
 
 DTYPES = {"inputs": np.int32, "targets": np.int32, "mask": np.float32}
 """What a row and a batch hold."""

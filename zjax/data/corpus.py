@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from zjax.config import ConfigError, DataConfig
+from zjax.config import DataConfig
+from zjax.fields import ConfigError
 
 SUFFIXES = (".txt", ".jsonl", ".bin")
 """The files that can be read."""

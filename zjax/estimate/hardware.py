@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zjax.config import ConfigError
+from zjax.fields import ConfigError
 
 GB, GIB = 1e9, 2**30
 

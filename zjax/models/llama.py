@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zjax.config import ConfigError, ModelConfig
+from zjax.config import ModelConfig
+from zjax.fields import ConfigError
 from zjax.layers import scan_layers
 from zjax.models.attention import attention
 from zjax.units import fully_shard
