@@ -8,6 +8,8 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
+# The machine code of small programs is not worth optimizing: a third of the time. The partitioned programs are the same.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,11 @@ from zjax.config import (
     AccumulationConfig,
     CheckpointConfig,
     DataConfig,
+    LossScaleConfig,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
+    ParamGroup,
     PrecisionConfig,
     TrainConfig,
     ZeroConfig,
@@ -103,12 +105,20 @@ BROKEN = [
     (ZeroConfig, {"persistence_threshold": -1}, "zero.persistence_threshold=-1"),
     (ZeroConfig, {"engine": "xla"}, "zero.engine='xla'"),
     (ZeroConfig, {"prefetch": 2}, "zero.prefetch=2"),
-    (PrecisionConfig, {"compute": "float16"}, "precision.compute='float16': float16 needs loss scaling"),
+    (PrecisionConfig, {"loss_scale": LossScaleConfig(window=5)}, "only float16 is scaled, and precision.compute='bfloat16'"),
+    (LossScaleConfig, {"static": 0.0}, "precision.loss_scale.static=0.0"),
+    (LossScaleConfig, {"window": 0}, "precision.loss_scale.window=0"),
+    (LossScaleConfig, {"initial_power": 3, "minimum": 16.0}, "precision.loss_scale.minimum=16.0"),
+    (PrecisionConfig, {"accumulate": "int8"}, "precision.accumulate='int8'"),
     (PrecisionConfig, {"compute": "fp8"}, "precision.compute='fp8'"),
     (OptimizerConfig, {"name": "adamx"}, "optimizer.name='adamx': did you mean 'adam"),
     (OptimizerConfig, {"momentum": 0.9}, "optimizer.momentum=0.9: adamw does not take it"),
     (OptimizerConfig, {"name": "lion", "eps": 1e-6}, "optimizer.eps=1e-06: lion does not take it"),
-    (OptimizerConfig, {"name": "sgd", "weight_decay": 0.1}, "optimizer.weight_decay=0.1: sgd does not take it; it takes momentum"),
+    (OptimizerConfig, {"name": "adafactor", "b1": 0.1}, "optimizer.b1=0.1: adafactor does not take it; it takes weight_decay"),
+    (OptimizerConfig, {"schedule": "WarmupLr"}, "optimizer.schedule='WarmupLr': did you mean 'WarmupLR'?"),
+    (OptimizerConfig, {"schedule": "WarmupLR", "schedule_arguments": {"warmup_max": 1}}, "did you mean 'warmup_max_lr'?"),
+    (OptimizerConfig, {"schedule": "WarmupLR", "warmup_steps": 3}, "optimizer.warmup_steps=3: WarmupLR has a warm-up of its own"),
+    (ParamGroup, {"patterns": ()}, "optimizer.groups.patterns=()"),
     (OptimizerConfig, {"learning_rate": -1.0}, "optimizer.learning_rate=-1.0"),
     (OptimizerConfig, {"schedule": "cos"}, "optimizer.schedule='cos'"),
     (OptimizerConfig, {"min_ratio": 1.5}, "optimizer.min_ratio=1.5"),
@@ -207,7 +217,7 @@ def test_every_knob_says_what_it_is():
 
 def test_every_section_of_a_run_is_a_config_of_its_own():
     sections = {name: hint for name, hint in typing.get_type_hints(TrainConfig).items() if dataclasses.is_dataclass(hint)}
-    assert set(sections.values()) == set(configs()) - {TrainConfig}
+    assert set(sections.values()) == set(configs()) - {TrainConfig, LossScaleConfig, ParamGroup}  # those are sections of sections
     # The names that other tools rely on.
     assert set(sections) == {"model", "mesh", "zero", "precision", "optimizer", "accumulation", "data", "checkpoint"}
 
@@ -223,7 +233,7 @@ FLOORS = (
     {"collectives", "state", "data", "estimate", "flags"},
     {"units", "checkpoint"},
     {"gradients", "layers", "rows"},
-    {"models", "step", "metrics"},
+    {"models", "step", "metrics", "guard"},
     {"audit", "train"},
     {"cli"},
 )
@@ -303,6 +313,8 @@ def test_the_library_never_imports_models_or_train():
 
 def test_config_imports_neither_jax_nor_ml_collections_nor_anything_that_does():
     (imports,) = [found for (module, _), found in imports_of_files().items() if module == "config"]
+    assert imports - {"zjax.fields"} <= sys.stdlib_module_names
+    (imports,) = [found for (module, _), found in imports_of_files().items() if module == "fields"]
     assert imports <= sys.stdlib_module_names
 
 

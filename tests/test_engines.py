@@ -122,7 +122,8 @@ def layer_bytes():
     return 2 * (4 * d * d + 3 * d * f + 2 * d)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [2, 3])
 def test_c64_more_layers_hold_more_inputs_and_shards_not_more_gathered_layers_or_whole_gradients(stage):
     """From 4 to 8 layers, and of Llama-2-7B's own 32 against 16 at stage 3."""
     few, many = audited(zero__stage=stage), audited(zero__stage=stage, model__n_layers=8)

@@ -35,8 +35,8 @@ class LocalParam:
 
     value: jax.Array
     """The piece this device holds between steps."""
-    gradient: jax.Array
-    """Zeros in the shape of the piece of the gradient this device accumulates. Never read; what is differentiated."""
+    gradient: jax.Array | None
+    """Zeros in the shape of the piece of the gradient this device accumulates. Never read; what is differentiated. None if frozen."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -58,6 +58,8 @@ def gather(plan: Plan, leaf: LeafPlan, x: jax.Array | LocalParam, wait: jax.Arra
     """
     layer = is_layer(leaf, x)
     local = isinstance(x, LocalParam)
+    if not leaf.trained:
+        return checkpoint_name(gather_value(plan, leaf, jax.lax.stop_gradient(x.value if isinstance(x, LocalParam) else x), wait), GATHERED)
 
     @jax.custom_vjp
     def gathered(value: jax.Array, carrier: jax.Array, wait: jax.Array | None) -> jax.Array:

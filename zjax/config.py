@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zjax.fields import check_types, nearest, require
+from zjax.fields import Arguments, check_types, nearest, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +331,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 """The schedules by name, and the arguments of DeepSpeed's with their defaults there."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParamGroup:
     """Parameters that are updated with a learning rate or weight decay of their own (torch and DeepSpeed parameter groups)."""
 
@@ -364,7 +364,7 @@ class OptimizerConfig:
     schedule: str = "constant"
     """After the warm-up: `constant`, `linear` or `cosine`, down to `min_ratio` of the peak at the run's last step; or one of
     DeepSpeed's by its name (`SCHEDULES`), whose arguments are in `schedule_arguments`."""
-    schedule_arguments: Mapping[str, Any] = field(default_factory=dict)
+    schedule_arguments: Mapping[str, Any] = field(default_factory=Arguments)
     """Arguments of a DeepSpeed schedule, by DeepSpeed's names."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up from 0."""

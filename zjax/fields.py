@@ -16,6 +16,13 @@ class ConfigError(ValueError):
     """A config that cannot be honoured. The message names the knob, its value and what to do."""
 
 
+class Arguments(dict[str, Any]):
+    """A section whose keys another name decides; hashable, as the config that holds it is."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
 def require(condition: bool, name: str, value: Any, rule: str) -> None:
     """Raises ConfigError with the knob's dotted name, its value and the rule it broke."""
     if not condition:
@@ -66,7 +73,7 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     if typing.get_origin(hint) is Mapping:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name}={value!r}: must be a section, not {type(value).__name__}")
-        return dict(value)
+        return Arguments(value)
     section = _section_of(hint)
     if section is not None:
         if not isinstance(value, (list, tuple)) or not all(isinstance(each, section) for each in value):

@@ -58,122 +58,182 @@ def mean_loss(fn: LossFn) -> MeanLoss:
     return MeanLoss(fn)
 
 
-def gradients(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
-    """Gradients of the summed loss of the global batch (not yet divided by its weight), and the sums.
+def gradients(
+    plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array, scale: jax.Array | None = None
+) -> tuple[PyTree, Sums, jax.Array]:
+    """Gradients of the global batch's summed loss, its sums, and what the gradients are to be divided by.
+
+    The gradients are like the parameters, None where frozen. With a loss scale the backward begins with scale / total
+    weight, so that float16 holds gradients of a scaled mean, not of a sum: it would overflow.
 
     Raises:
-      TypeError: a loss that does not keep the loss contract.
+      TypeError: a loss that does not keep the loss contract; with a loss scale, a weight that depends on the parameters.
     """
-    marked = _inspect(plan, loss_fn, params, batch, rng)
+    marked, weight_of = _inspect(plan, loss_fn, params, batch, rng, scaled=scale is not None)
     shared = frozenset(path for path, ats in marked.items() if len(ats) > 1)
     record_gathered(sorted(shared), "")  # the root unit gathers what several share
     tracing = Tracing(plan if plan.zero.reshard_after_backward else _gathered_at_rest(plan), owners(marked))
+    run = _explicit if plan.engine == "explicit" else _partitioned
+    grads, sums, seed = run(plan, tracing, shared, loss_fn, params, batch, rng, functools.partial(_seed, plan, weight_of, scale))
+    return plan.trained_tree(grads), sums, seed * sums[1]
+
+
+Seed = Callable[[PyTree, jax.Array], jax.Array]
+"""(this engine's rows by micro-batch, their keys) -> what the loss is multiplied with before it is differentiated."""
+
+
+def _seed(plan: Plan, weight_of: Callable[..., jax.Array] | None, scale: jax.Array | None, batch: PyTree, rngs: jax.Array) -> jax.Array:
+    if scale is None or weight_of is None:
+        return jnp.ones((), jnp.float32)
+    weight = jnp.sum(jax.lax.map(lambda xs: weight_of(*xs), (batch, rngs))) if rngs.shape else weight_of(batch, rngs)
     if plan.engine == "explicit":
-        return _explicit(plan, tracing, loss_fn, params, batch, rng)
-    return _partitioned(plan, tracing, shared, loss_fn, params, batch, rng)
+        weight = sum_rows(plan, weight)
+    return scale / jnp.where(weight > 0, weight, 1)
 
 
-def _inspect(plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array) -> dict[str, set[str]]:
-    """Traces the loss on one device's rows of a micro-batch: which marks use which parameters, and whether rows are weighed."""
-    share = plan.data_degree * plan.accumulation.micro_batches
+def _inspect(
+    plan: Plan, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array, scaled: bool
+) -> tuple[dict[str, set[str]], Callable[..., jax.Array] | None]:
+    """Traces the loss on one device's rows of a micro-batch: which marks use which parameters, and how rows are weighed.
 
-    def weight_of(rows: int) -> Any:
-        local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
-        return _constant_weight(lambda params, batch, rng: check_sums(loss_fn(params, batch, rng))[1], params, local, rng)
-
+    The weight is returned as a function of a micro-batch and its key, if it is needed.
+    """
+    micro, share = plan.accumulation.micro_batches, plan.data_degree * plan.accumulation.micro_batches
     rows = jax.tree.leaves(batch)[0].shape[0]
-    found: list[Any] = []
-    marked = recorded_marks(plan, lambda: found.append(weight_of(rows // share)))
-    (local,) = found
-    pieces = share if plan.engine == "explicit" else plan.accumulation.micro_batches
+
+    def weight(params: PyTree, batch: PyTree, rng: jax.Array) -> jax.Array:
+        return check_sums(loss_fn(params, batch, rng))[1]
+
+    def traced(rows: int) -> _Weight:
+        local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+        return _Weight.of(weight, params, local, rng)
+
+    found: list[_Weight] = []
+    marked = recorded_marks(plan, lambda: found.append(traced(rows // share)))
+    local = found[0].constant()
+    pieces = share if plan.engine == "explicit" else micro
     if local is not None and pieces > 1:
-        whole = weight_of(rows)
-        if abs(whole - share * local) > 1e-3 * abs(whole):
+        whole = traced(rows).constant()
+        if whole is None or abs(whole - share * local) > 1e-3 * abs(whole):
             raise TypeError(
                 f"loss_fn returns the weight {local:g} for {rows // share} rows and {whole:g} for {rows}: a weight is a sum over the rows "
                 "it is given (their number, or that of their tokens), as the loss is. A loss that returns one mean can be wrapped in zjax.mean_loss"
             )
-    return marked
+    if not scaled:
+        return marked, None
+    seen = found[0] if plan.engine == "explicit" or plan.data_degree == 1 else None
+    if seen is None:
+        recorded_marks(plan, lambda: found.append(traced(rows // micro)))
+        seen = found[-1]
+    return marked, seen.function(len(jax.tree.leaves(params)))
 
 
-def _constant_weight(weight: Callable[..., jax.Array], *args: Any) -> float | None:
-    """The value of `weight(*args)` if it depends on no argument, from shapes alone; else None."""
-    traced = jax.make_jaxpr(weight)(*args)
-    needed, used = dce_jaxpr(traced.jaxpr, [True])
-    if any(used):
-        return None
-    with jax.ensure_compile_time_eval():
-        return float(jax.core.eval_jaxpr(needed, traced.consts)[0])
+@dataclass(frozen=True)
+class _Weight:
+    """The part of a traced loss that its weight depends on."""
+
+    jaxpr: Any
+    consts: Any
+    used: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, weight: Callable[..., jax.Array], *args: Any) -> _Weight:
+        traced = jax.make_jaxpr(weight)(*args)
+        needed, used = dce_jaxpr(traced.jaxpr, [True])
+        return cls(needed, traced.consts, tuple(used))
+
+    def constant(self) -> float | None:
+        """Its value if it depends on no argument, else None."""
+        if any(self.used):
+            return None
+        with jax.ensure_compile_time_eval():
+            return float(jax.core.eval_jaxpr(self.jaxpr, self.consts)[0])
+
+    def function(self, n_params: int) -> Callable[..., jax.Array]:
+        """The weight of (batch, rng); TypeError where it depends on the parameters, the first `n_params` arguments."""
+        if any(self.used[:n_params]):
+            raise TypeError(
+                "loss_fn: its weight depends on the parameters; with float16 the weight of the whole batch is needed before the "
+                "backward, so that the loss can be scaled. Return a weight of the batch alone, or use precision.compute='bfloat16'"
+            )
+
+        def weight(batch: PyTree, rng: jax.Array) -> jax.Array:
+            given = [x for x, used in zip(jax.tree.leaves((batch, rng)), self.used[n_params:], strict=True) if used]
+            return jax.core.eval_jaxpr(self.jaxpr, self.consts, *given)[0]
+
+        return weight
 
 
 def _partitioned(
-    plan: Plan, tracing: Tracing, shared: frozenset[str], loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array
-) -> tuple[PyTree, Sums]:
+    plan: Plan, tracing: Tracing, shared: frozenset[str], loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array, seed_of: Seed
+) -> tuple[list[jax.Array], Sums, jax.Array]:
     """Partitioner engine: gradients of global arrays, in the accumulator's spec."""
     traced, leaves = tracing.plan, tracing.plan.part("params")
 
-    def micro_batch(params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
-        def summed(params: PyTree) -> tuple[jax.Array, Sums]:
+    def micro_batch(params: list[jax.Array], seed: jax.Array, batch: PyTree, rng: jax.Array) -> tuple[list[jax.Array], Sums]:
+        def summed(trained: list[jax.Array]) -> tuple[jax.Array, Sums]:
+            supply = iter(trained)
+            every = [next(supply) if leaf.trained else x for leaf, x in zip(leaves, params, strict=True)]
             # What several units share is gathered once, here; what no unit has is left to XLA.
-            given = [gather(traced, leaf, x) if leaf.name in shared else x for leaf, x in zip(leaves, jax.tree.leaves(params), strict=True)]
+            given = [gather(traced, leaf, x) if leaf.name in shared else x for leaf, x in zip(leaves, every, strict=True)]
             with counting_turns():
                 sums = check_sums(loss_fn(jax.tree.unflatten(plan.params_treedef, given), batch, rng))
-            return sums[0], sums
+            return sums[0] * seed, sums
 
         with plan_context(tracing):  # around the backward too: rules of derivation trace the model again
-            grads, sums = jax.grad(summed, has_aux=True)(params)
+            trained = [x for leaf, x in zip(leaves, params, strict=True) if leaf.trained]
+            grads, sums = jax.grad(summed, has_aux=True)(trained)
         return _constrained(plan, grads, "accumulator"), sums
 
+    given = jax.tree.leaves(params)
     if traced is not plan:
-        params = _constrained(plan, params, "forward")
+        given = [jax.lax.with_sharding_constraint(x, plan.sharding(leaf.rest)) for leaf, x in zip(leaves, given, strict=True)]  # gathered
     rng = jax.random.fold_in(rng, 0)  # as the first device of the explicit engine
-    grads, sums = _accumulate(plan, micro_batch, params, _split_rows(plan, batch), rng, _zeros)
-    return _constrained(plan, grads, "optimizer"), sums
+    grads, sums, seed = _accumulate(plan, functools.partial(micro_batch, given), _split_rows(plan, batch), rng, _zeros, seed_of)
+    return _constrained(plan, grads, "optimizer"), sums, seed
 
 
-def _explicit(plan: Plan, tracing: Tracing, loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
+def _explicit(
+    plan: Plan, tracing: Tracing, shared: frozenset[str], loss_fn: LossFn, params: PyTree, batch: PyTree, rng: jax.Array, seed_of: Seed
+) -> tuple[list[jax.Array], Sums, jax.Array]:
     """Explicit engine: the same inside `shard_map`, on what each device holds."""
     mesh, manual = plan.mesh, manual_axes(plan.mesh)
     traced, leaves = tracing.plan, tracing.plan.part("params")
     owned = {name for name, _ in tracing.owners}
-
-    def specs(role: str) -> PyTree:
-        return jax.tree.unflatten(plan.params_treedef, [manual_spec(mesh, getattr(leaf, role).spec) for leaf in plan.part("params")])
-
+    specs_of = lambda leaves, role: [manual_spec(mesh, getattr(leaf, role).spec) for leaf in leaves]  # noqa: E731
     micro_batched = plan.accumulation.micro_batches > 1
 
-    def on_device(params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
+    def on_device(params: list[jax.Array], batch: PyTree, rng: jax.Array) -> tuple[list[jax.Array], Sums, jax.Array]:
         if traced is not plan:
-            whole = [gather_value(plan, leaf, x) for leaf, x in zip(plan.part("params"), jax.tree.leaves(params), strict=True)]
-            params = jax.tree.unflatten(plan.params_treedef, whole)
+            params = [gather_value(plan, leaf, x) for leaf, x in zip(plan.part("params"), params, strict=True)]
         rng = jax.random.fold_in(rng, data_index(mesh))  # other rows, other randomness
-        grads, sums = _accumulate(plan, micro_batch, params, batch, rng, _local_zeros)
-        finished = [finish_gradient(plan, leaf, g) for leaf, g in zip(leaves, jax.tree.leaves(grads), strict=True)]
-        return jax.tree.unflatten(plan.params_treedef, finished), jax.tree.map(functools.partial(sum_rows, plan), sums)
+        grads, sums, seed = _accumulate(plan, functools.partial(micro_batch, params), batch, rng, _local_zeros, seed_of)
+        finished = [finish_gradient(plan, leaf, g) for leaf, g in zip(plan.trained, grads, strict=True)]
+        return finished, jax.tree.map(functools.partial(sum_rows, plan), sums), seed
 
-    def micro_batch(params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[PyTree, Sums]:
-        def summed(carriers: PyTree) -> tuple[jax.Array, Sums]:
-            pairs = zip(leaves, jax.tree.leaves(params), jax.tree.leaves(carriers), strict=True)
-            local = [LocalParam(value, carrier) for _, value, carrier in pairs]
+    def micro_batch(params: list[jax.Array], seed: jax.Array, batch: PyTree, rng: jax.Array) -> tuple[list[jax.Array], Sums]:
+        def summed(carriers: list[jax.Array]) -> tuple[jax.Array, Sums]:
+            supply = iter(carriers)
+            local = [LocalParam(value, next(supply) if leaf.trained else None) for leaf, value in zip(leaves, params, strict=True)]
             # Parameters outside every unit, and those that several units share, belong to the root unit (FSDP): they are
             # gathered once, here.
             given = [x if leaf.name in owned else gather(traced, leaf, x) for leaf, x in zip(leaves, local, strict=True)]
             with counting_turns():
                 sums = check_sums(loss_fn(jax.tree.unflatten(plan.params_treedef, given), batch, rng))
-            return sums[0], sums
+            return sums[0] * seed, sums
 
-        carriers = [jnp.zeros(local_shape(plan, leaf, "accumulator"), leaf.reduce) for leaf in leaves]
+        carriers = [jnp.zeros(local_shape(plan, leaf, "accumulator"), leaf.reduce) for leaf in plan.trained]
         with plan_context(tracing):  # around the backward too: rules of derivation trace the model again
-            return jax.grad(summed, has_aux=True)(jax.tree.unflatten(plan.params_treedef, carriers))
+            return jax.grad(summed, has_aux=True)(carriers)
 
     return jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(specs("rest"), manual_spec(mesh, P(None, *plan.batch_spec) if micro_batched else plan.batch_spec), P()),
-        out_specs=(specs("optimizer"), P()),
+        in_specs=(specs_of(leaves, "rest"), manual_spec(mesh, P(None, *plan.batch_spec) if micro_batched else plan.batch_spec), P()),
+        out_specs=(specs_of(plan.trained, "optimizer"), P(), P()),
         axis_names=manual,
         check_vma=False,
-    )(params, _split_rows(plan, batch), rng)
+    )(jax.tree.leaves(params), _split_rows(plan, batch), rng)
 
 
 def _gathered_at_rest(plan: Plan) -> Plan:
@@ -183,34 +243,34 @@ def _gathered_at_rest(plan: Plan) -> Plan:
 
 
 def _accumulate(
-    plan: Plan, micro_batch: Any, params: PyTree, batch: PyTree, rng: jax.Array, zeros: Callable[[Plan], PyTree]
-) -> tuple[PyTree, Sums]:
+    plan: Plan, micro_batch: Any, batch: PyTree, rng: jax.Array, zeros: Callable[[Plan], list[jax.Array]], seed_of: Seed
+) -> tuple[list[jax.Array], Sums, jax.Array]:
     n = plan.accumulation.micro_batches
     if n == 1:
-        return micro_batch(params, batch, rng)
+        seed = seed_of(batch, rng)
+        return *micro_batch(seed, batch, rng), seed
+    rngs = jax.random.split(rng, n)
+    seed = seed_of(batch, rngs)
 
-    def body(carry: tuple[PyTree, Sums], xs: tuple[PyTree, jax.Array]) -> tuple[tuple[PyTree, Sums], None]:
-        grads, sums = micro_batch(params, *xs)
-        total = jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[0], grads)
+    def body(carry: tuple[list[jax.Array], Sums], xs: tuple[PyTree, jax.Array]) -> tuple[tuple[list[jax.Array], Sums], None]:
+        grads, sums = micro_batch(seed, *xs)
+        total = [a + g.astype(a.dtype) for a, g in zip(carry[0], grads, strict=True)]
         if plan.engine == "partitioner":
             total = _constrained(plan, total, "accumulator")
         return (total, jax.tree.map(jnp.add, carry[1], sums)), None
 
-    rngs = jax.random.split(rng, n)
     first = jax.tree.map(lambda x: x[0], (batch, rngs))
-    sums = jax.eval_shape(micro_batch, params, *first)[1]
+    sums = jax.eval_shape(micro_batch, seed, *first)[1]
     start = zeros(plan), jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
-    return jax.lax.scan(body, start, (batch, rngs))[0]
+    return *jax.lax.scan(body, start, (batch, rngs))[0], seed
 
 
-def _zeros(plan: Plan) -> PyTree:
-    zeros = [jnp.zeros(leaf.shape, leaf.accumulator.dtype) for leaf in plan.part("params") if leaf.accumulator]
-    return _constrained(plan, jax.tree.unflatten(plan.params_treedef, zeros), "accumulator")
+def _zeros(plan: Plan) -> list[jax.Array]:
+    return _constrained(plan, [jnp.zeros(leaf.shape, leaf.accumulator.dtype) for leaf in plan.trained if leaf.accumulator], "accumulator")
 
 
-def _local_zeros(plan: Plan) -> PyTree:
-    zeros = [jnp.zeros(local_shape(plan, leaf, "accumulator"), leaf.accumulator.dtype) for leaf in plan.part("params") if leaf.accumulator]
-    return jax.tree.unflatten(plan.params_treedef, zeros)
+def _local_zeros(plan: Plan) -> list[jax.Array]:
+    return [jnp.zeros(local_shape(plan, leaf, "accumulator"), leaf.accumulator.dtype) for leaf in plan.trained if leaf.accumulator]
 
 
 def _split_rows(plan: Plan, batch: PyTree) -> PyTree:
@@ -228,8 +288,10 @@ def _split_rows(plan: Plan, batch: PyTree) -> PyTree:
     return jax.tree.map(split, batch) if n > 1 else batch
 
 
-def _constrained(plan: Plan, tree: PyTree, role: str) -> PyTree:
-    return jax.tree.map(jax.lax.with_sharding_constraint, tree, plan.params_tree(role))
+def _constrained(plan: Plan, gradients: list[jax.Array], role: str) -> list[jax.Array]:
+    return [
+        jax.lax.with_sharding_constraint(g, plan.sharding(getattr(leaf, role))) for leaf, g in zip(plan.trained, gradients, strict=True)
+    ]
 
 
 def check_sums(result: Any) -> Sums:

@@ -18,7 +18,7 @@ from zjax.collectives import LocalParam, gather_value, is_local, reduce_gradient
 from zjax.tree import PyTree, named_leaves
 from zjax.units import (
     Tracing,
-    cast_stream,
+    cast_carry,
     check_shapes,
     fully_shard,
     join,
@@ -72,7 +72,7 @@ def scan_layers(
     tracing: Tracing | None = plan_context.value
     if tracing is not None and tracing.recording is None:
         check_shapes(tracing.plan, at, stacked)
-        x = cast_stream(tracing.plan, at, x)  # before the loop: what it carries keeps its dtype
+        x = cast_carry(tracing.plan, at, x)
         leaves = [tracing.plan.params[join(at, name)] for name, _ in named_leaves(stacked, is_leaf=is_local)]
         kept = any(leaf.kept_gathered for leaf in leaves)
         moves = any(leaf.moves_by_layer for leaf in leaves)
@@ -101,10 +101,11 @@ def _prefetched(
     # What the root unit has gathered, because another unit uses it too, arrives whole and is left alone.
     mine = [(leaf.name, at) in tracing.owners for leaf in leaves]
     record_gathered([leaf.name for leaf, owned in zip(leaves, mine, strict=True) if owned], at)
+    trained = [leaf.trained for leaf in leaves]
     values = [leaf.value if isinstance(leaf, LocalParam) else leaf for _, leaf in named]
-    carriers = [leaf.gradient if isinstance(leaf, LocalParam) else leaf for _, leaf in named]
+    carriers = [leaf.gradient if isinstance(leaf, LocalParam) else leaf for (_, leaf), live in zip(named, trained, strict=True) if live]
     arrays, static = _split_arrays(args)
-    unit = on_rows_of(block)
+    unit = on_rows_of(block, at)
 
     def layer(weights: list[jax.Array], x: PyTree, arrays: list[Any], extra: PyTree) -> tuple[PyTree, Any]:
         out = unit(jax.tree.unflatten(treedef, weights), x, *_merge_arrays(arrays, static), *(() if per_layer is None else (extra,)))
@@ -115,9 +116,10 @@ def _prefetched(
         return [gather_value(plan, leaf, x, wait) if owned else x for leaf, x, owned in zip(leaves, sliced, mine, strict=True)]
 
     def reduced(gradient: list[jax.Array]) -> list[jax.Array]:
-        return [reduce_gradient(plan, leaf, g, layer=True) if owned else g for leaf, g, owned in zip(leaves, gradient, mine, strict=True)]
+        each = zip([pair for pair, live in zip(zip(leaves, mine, strict=True), trained, strict=True) if live], gradient, strict=True)
+        return [reduce_gradient(plan, leaf, g, layer=True) if owned else g for (leaf, owned), g in each]
 
-    run = _with_rule(layer, weights_of, reduced, n)
+    run = _with_rule(layer, weights_of, reduced, trained, n)
     _, x, wait = take_turn(plan, {}, x)
     try:
         x, aux, last_input = run([jax.lax.stop_gradient(value) for value in values], carriers, x, arrays, per_layer, wait)
@@ -132,8 +134,11 @@ def _prefetched(
     return (x, aux) if has_aux else x
 
 
-def _with_rule(layer: Any, weights_of: Any, reduced: Any, n: int) -> Any:
-    """The loop as a function with its derivative: (values, carriers, x, arrays, per_layer, wait) -> (x, aux, last input)."""
+def _with_rule(layer: Any, weights_of: Any, reduced: Any, trained: list[bool], n: int) -> Any:
+    """The loop as a function with its derivative: (values, carriers, x, arrays, per_layer, wait) -> (x, aux, last input).
+
+    Carriers, and gradients of weights, are those of the trained parameters alone.
+    """
     at_layer = lambda tree, i: jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False), tree)  # noqa: E731
 
     @jax.custom_vjp
@@ -156,7 +161,13 @@ def _with_rule(layer: Any, weights_of: Any, reduced: Any, n: int) -> Any:
 
     def differentiate(weights: Any, x: Any, arrays: Any, extra: Any, gradient: Any) -> Any:
         floats, rest = _split_floats((arrays, extra))
-        _, vjp = jax.vjp(lambda w, x, floats: layer(w, x, *_merge_floats(floats, rest)), weights, x, floats)
+
+        def again(live: list[jax.Array], x: Any, floats: list[Any]) -> Any:
+            supply = iter(live)
+            every = [next(supply) if each else w for w, each in zip(weights, trained, strict=True)]
+            return layer(every, x, *_merge_floats(floats, rest))
+
+        _, vjp = jax.vjp(again, [w for w, each in zip(weights, trained, strict=True) if each], x, floats)
         return vjp(gradient)
 
     def backward(residuals: Any, gradient: Any) -> Any:

@@ -11,10 +11,11 @@ A ZeRO stage is a choice of specs (Rajbhandari et al. 2020, section 5; FSDP, Zha
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,11 +30,11 @@ from zjax import rules as rules_lib
 from zjax.config import AccumulationConfig, PrecisionConfig, Unit, ZeroConfig
 from zjax.fields import ConfigError
 from zjax.mesh import AnyMesh, data_axes, degree, physical_axes, shard_shape, spec_axes, zero_axes
-from zjax.precision import cast
+from zjax.precision import LOSS_SCALE_DTYPES, compute_dtype
 from zjax.tree import PyTree, Shape, leaf_bytes, matches, named_leaves, path_name, require_all_used
 
 COUNTERS = (("step", jnp.dtype("int32")), ("skipped_steps", jnp.dtype("int32")), ("rng", jax.eval_shape(jax.random.key, 0).dtype))
-"""Scalars of the train state beside parameters and optimizer state: (path, dtype)."""
+"""Scalars of every train state beside parameters and optimizer state: (path, dtype)."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ class LeafPlan:
     backward: Placement | None = None
     """What is kept from the forward for the backward, to be gathered again where it is sharded."""
     accumulator: Placement | None = None
-    """The gradient."""
+    """The gradient; None for a frozen parameter."""
     optimizer: Placement | None = None
-    """What the optimizer updates: the master weight, or the parameter itself; moments follow it."""
+    """What the optimizer updates: the master weight, or the parameter itself; moments follow it. None for a frozen one."""
     unit: str = ""
     """The unit the parameter is gathered with; empty for the root unit."""
     stacked: bool = False
@@ -91,8 +92,19 @@ class LeafPlan:
     @property
     def moves_by_layer(self) -> bool:
         """Whether a unit's forward gathers the parameter, or its backward scatters the gradient."""
-        assert self.forward is not None and self.accumulator is not None
-        return self.forward.spec != self.rest.spec or self.forward.spec != self.accumulator.spec
+        assert self.forward is not None
+        scatters = self.accumulator is not None and self.forward.spec != self.accumulator.spec
+        return self.forward.spec != self.rest.spec or scatters
+
+    @property
+    def trained(self) -> bool:
+        """Whether the parameter has a gradient (torch requires_grad); a frozen one has no moments and no master either."""
+        return self.optimizer is not None
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates an fp32 master weight of the parameter, and not the parameter itself."""
+        return self.optimizer is not None and self.rest.dtype != self.optimizer.dtype
 
     def bytes_on(self, mesh: AnyMesh, role: str = "rest") -> int:
         """Bytes one device holds of the leaf in a role."""
@@ -112,11 +124,13 @@ class Recipe:
     units: tuple[Unit, ...]
     rules: tuple[rules_lib.Rule, ...]
     shard_placement: Callable[[str, Shape], int | None] | None
+    frozen: tuple[str, ...]
+    trainable: tuple[str, ...]
 
     def build(self, mesh: AnyMesh) -> Plan:
         """The plan on a mesh."""
-        arguments = {name: getattr(self, name) for name in ("precision", "accumulation", "units", "rules", "shard_placement")}
-        return build_plan(self.zero, self.init_fn, self.tx, mesh, **arguments)
+        arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return build_plan(arguments.pop("zero"), arguments.pop("init_fn"), arguments.pop("tx"), mesh, **arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +164,16 @@ class Plan:
         """Parameters by name (`layers/wq`)."""
         return {leaf.name: leaf for leaf in self.part("params")}
 
+    @functools.cached_property
+    def trained(self) -> tuple[LeafPlan, ...]:
+        """The parameters that have gradients, in tree order."""
+        return tuple(leaf for leaf in self.part("params") if leaf.trained)
+
+    def trained_tree(self, values: Iterable[Any]) -> PyTree:
+        """A pytree like the parameters, of one value for each of `trained` and None (no leaf) for each frozen one."""
+        supply = iter(values)
+        return jax.tree.unflatten(self.params_treedef, [next(supply) if leaf.trained else None for leaf in self.part("params")])
+
     @property
     def units_at_once(self) -> int:
         """How many units that stand one after the other are whole at once at most; 0 where XLA decides."""
@@ -167,8 +191,9 @@ class Plan:
         return NamedSharding(self.mesh, placed.spec, memory_kind=None if placed.memory_kind == "device" else placed.memory_kind)
 
     def params_tree(self, role: str) -> PyTree:
-        """A pytree like the parameters, of their shardings in a role."""
-        return jax.tree.unflatten(self.params_treedef, [self.sharding(getattr(leaf, role)) for leaf in self.part("params")])
+        """A pytree like the parameters, of their shardings in a role; None where a frozen parameter has no such role."""
+        placed = [getattr(leaf, role) for leaf in self.part("params")]
+        return jax.tree.unflatten(self.params_treedef, [self.sharding(place) if place else None for place in placed])
 
     def table(self) -> str:
         """Every leaf: shape, dtype, spec in each role, bytes a device, and why it is not sharded."""
@@ -190,6 +215,8 @@ def build_plan(
     units: Sequence[str | Unit] = (),
     rules: Sequence[rules_lib.Rule] = (),
     shard_placement: Callable[[str, Shape], int | None] | None = None,
+    frozen: Sequence[str] = (),
+    trainable: Sequence[str] = (),
 ) -> Plan:
     """Plans the train state of `init_fn` and `tx` on `mesh`, from shapes alone: nothing is allocated.
 
@@ -205,6 +232,9 @@ def build_plan(
         unit belong to the root unit.
       rules: the user's rules, applied before ZeRO's (`zjax.rules`).
       shard_placement: FSDP2's shard_placement_fn, `(path, shape) -> dim` or None for ZeRO's choice.
+      frozen: patterns of parameters that are not trained (torch requires_grad=False): no gradient, moments or master; `tx`
+        sees None in their place. At stage 3 they are sharded and gathered as the others.
+      trainable: patterns of the only parameters that are trained (LoRA); empty for all but the frozen ones.
 
     Raises:
       ValueError: a pattern or unit that names no leaf; a rule whose dim does not divide; a parameter that is not
@@ -214,6 +244,9 @@ def build_plan(
     named, treedef = named_leaves(shapes), jax.tree.structure(shapes)
     names = [name for name, _ in named]
     require_all_used(zero.ignored, names, "zero.ignored")
+    require_all_used(frozen, names, "frozen")
+    require_all_used(trainable, names, "trainable")
+    require_all_used(precision.keep_float32, names, "precision.keep_float32")
     for rule in rules:
         require_all_used(getattr(rule, "patterns", ()), names, "rules")
     declared = tuple(unit if isinstance(unit, Unit) else Unit(unit) for unit in units)
@@ -228,14 +261,19 @@ def build_plan(
     _reject_idle_knobs(zero, accumulation, declared)
     engine, engine_reason = _choose_engine(zero, precision, accumulation, declared, mesh)
     params = [_plan_param(name, leaf.shape, zero, precision, accumulation, mesh, engine, chain, declared) for name, leaf in named]
-    master = [_plan_master(leaf) for leaf in params] if any(leaf.rest.dtype != jnp.float32 for leaf in params) else []
+    params = [_plan_frozen(leaf) if _is_frozen(leaf.name, frozen, trainable) else leaf for leaf in params]
+    if not any(leaf.trained for leaf in params):
+        raise ValueError(f"frozen={list(frozen)}, trainable={list(trainable)}: no parameter is left to train")
+    master = [_plan_master(leaf) for leaf in params if leaf.has_master]
 
-    optimized = cast_shapes(shapes, jnp.float32)
-    inner_shapes = jax.eval_shape(tx.init, optimized)
+    optimized = [jax.ShapeDtypeStruct(leaf.shape, jnp.float32) if leaf.trained else None for leaf in params]
+    inner_shapes = jax.eval_shape(tx.init, jax.tree.unflatten(treedef, optimized))
     _reject_double_accumulation(inner_shapes, accumulation)
-    inner = _plan_optimizer(tx, inner_shapes, jax.tree.unflatten(treedef, params), zero, mesh)
+    inner = _plan_optimizer(tx, inner_shapes, jax.tree.unflatten(treedef, [leaf if leaf.trained else None for leaf in params]), zero, mesh)
+    scaling = [(f"loss_scale/{name}", jnp.dtype(dtype)) for name, dtype in LOSS_SCALE_DTYPES.items()]
     counters = {
-        path: LeafPlan(path=path, part="counter", shape=(), rest=Placement(P(), dtype), reason="scalar") for path, dtype in COUNTERS
+        path: LeafPlan(path=path, part="counter", shape=(), rest=Placement(P(), dtype), reason="scalar")
+        for path, dtype in (*COUNTERS, *(scaling if precision.compute == "float16" else ()))
     }
     axes = data_axes(mesh)
     return Plan(
@@ -246,7 +284,7 @@ def build_plan(
         engine=engine,
         engine_reason=engine_reason,
         units=declared,
-        leaves=(counters["step"], *params, *master, *inner, counters["rng"], counters["skipped_steps"]),
+        leaves=(counters.pop("step"), *params, *master, *inner, counters.pop("rng"), counters.pop("skipped_steps"), *counters.values()),
         batch_spec=rules_lib.at_dim(0, axes) if axes else P(),
         residual_spec=rules_lib.at_dim(0, axes) if axes else P(),
         params_treedef=treedef,
@@ -260,13 +298,10 @@ def build_plan(
             units=declared,
             rules=tuple(rules),
             shard_placement=shard_placement,
+            frozen=tuple(frozen),
+            trainable=tuple(trainable),
         ),
     )
-
-
-def cast_shapes(shapes: PyTree, dtype: Any) -> PyTree:
-    """The abstract tree in another dtype."""
-    return jax.eval_shape(lambda tree: cast(tree, dtype), shapes)
 
 
 def _plan_param(
@@ -302,9 +337,9 @@ def _plan_param(
     persistent = zero.stage == 3 and math.prod(shape[int(stacked) :]) < zero.persistence_threshold
     if persistent and reason is None:
         reason = f"parameter kept whole: {math.prod(shape[int(stacked) :])} < persistence_threshold {zero.persistence_threshold}"
-    dtype = jnp.dtype(unit.compute or precision.compute)
+    dtype = compute_dtype(precision, unit.compute, name)
     reduce = jnp.dtype(unit.reduce or precision.reduce or dtype)
-    gradient_dtype = reduce if accumulation.micro_batches == 1 else jnp.dtype("float32")
+    gradient_dtype = reduce if accumulation.micro_batches == 1 else jnp.dtype(precision.accumulate)
     reshard = zero.reshard_after_forward if unit.reshard_after_forward is None else unit.reshard_after_forward
     rest = sharded if zero.stage == 3 and not persistent else whole
     micro_batched = accumulation.micro_batches > 1
@@ -330,6 +365,18 @@ def _plan_param(
         partial=partial,
         reason=reason if zero.stage else "stage 0 shards nothing",
     )
+
+
+def _is_frozen(name: str, frozen: Sequence[str], trainable: Sequence[str]) -> bool:
+    named = lambda patterns: any(matches(pattern, name) for pattern in patterns)  # noqa: E731
+    return named(frozen) or (bool(trainable) and not named(trainable))
+
+
+def _plan_frozen(param: LeafPlan) -> LeafPlan:
+    """The parameter without the roles of one that is trained."""
+    axes = tuple(axis for axis in param.zero_axes if axis in spec_axes(param.rest.spec))
+    reason = param.reason or (None if axes else "frozen: only what is trained has state to shard")
+    return dataclasses.replace(param, accumulator=None, optimizer=None, reduce=None, partial=(), zero_axes=axes, reason=reason)
 
 
 def _reject_idle_knobs(zero: ZeroConfig, accumulation: AccumulationConfig, units: Sequence[Unit]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,20 +11,27 @@ import jax
 import jax.numpy as jnp
 
 from zjax.plan import COUNTERS, Plan, require_devices
-from zjax.precision import cast
-from zjax.tree import PyTree
+from zjax.precision import LossScale, init_loss_scale
+from zjax.tree import PyTree, named_leaves
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("master", "inner"), meta_fields=())
 @dataclass(frozen=True)
 class OptState:
-    """Optimizer state: fp32 master weights (None where parameters are float32 themselves) and the optax state."""
+    """Optimizer state: fp32 master weights and the optax state.
+
+    `master` is like the parameters, with None for those that have none (frozen, or float32 themselves); None if none has.
+    """
 
     master: PyTree
     inner: PyTree
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("step", "params", "opt_state", "rng", "skipped_steps"), meta_fields=())
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("step", "params", "opt_state", "rng", "skipped_steps", "loss_scale"),
+    meta_fields=(),
+)
 @dataclass(frozen=True)
 class TrainState:
     """Everything a step reads and writes. A pytree; each leaf lies where the plan says."""
@@ -37,6 +45,8 @@ class TrainState:
     """Typed PRNG key; step s uses `fold_in(rng, s)`."""
     skipped_steps: Any
     """int32 scalar: steps whose gradients were not finite and which changed nothing."""
+    loss_scale: LossScale | None = None
+    """Of float16 compute, else None."""
 
 
 def state_struct(plan: Plan) -> TrainState:
@@ -52,21 +62,41 @@ def state_shardings(plan: Plan) -> TrainState:
 def _assemble(plan: Plan, make: Any) -> TrainState:
     made = {part: [make(leaf) for leaf in plan.part(part)] for part in ("params", "master", "optimizer")}
     counters = {leaf.path: make(leaf) for leaf in plan.part("counter")}
-    master = jax.tree.unflatten(plan.params_treedef, made["master"]) if made["master"] else None
+    scaling = {path.removeprefix("loss_scale/"): counters.pop(path) for path in list(counters) if path.startswith("loss_scale/")}
     inner = jax.tree.unflatten(plan.inner_treedef, made["optimizer"])
     params = jax.tree.unflatten(plan.params_treedef, made["params"])
-    return TrainState(params=params, opt_state=OptState(master, inner), **counters)
+    loss_scale = LossScale(**scaling) if scaling else None
+    masters = iter(made["master"])
+    master = master_tree(plan, [next(masters) if leaf.has_master else None for leaf in plan.trained])
+    return TrainState(params=params, opt_state=OptState(master, inner), loss_scale=loss_scale, **counters)
 
 
-def init_state(plan: Plan, rng: jax.Array) -> TrainState:
+def master_tree(plan: Plan, optimized: Sequence[Any]) -> PyTree:
+    """`OptState.master`, from one value for each trained parameter; those without a master are left out."""
+    if not any(leaf.has_master for leaf in plan.trained):
+        return None
+    return plan.trained_tree(x if leaf.has_master else None for leaf, x in zip(plan.trained, optimized, strict=True))
+
+
+def optimized_params(plan: Plan, state: TrainState) -> PyTree:
+    """What the optimizer updates: masters, where there are some, or parameters; None for frozen ones."""
+    masters = iter(jax.tree.leaves(state.opt_state.master))
+    pairs = zip(plan.part("params"), jax.tree.leaves(state.params), strict=True)
+    return plan.trained_tree(next(masters) if leaf.has_master else x for leaf, x in pairs if leaf.trained)
+
+
+def init_state(plan: Plan, rng: jax.Array, params: PyTree = None) -> TrainState:
     """The initial train state, every array born in its shard (FSDP's deferred init, DeepSpeed's zero.Init).
 
     Args:
       plan: from `build_plan` on a mesh with devices.
       rng: a typed PRNG key (`jax.random.key(seed)`). The values do not depend on the mesh.
+      params: parameters to start from (loaded weights), of the plan's structure and shapes and any float dtype; masters and
+        moments begin with them. None draws them with the plan's `init_fn`.
 
     Raises:
       TypeError: `rng` is not a key of jax's default implementation.
+      ValueError: `params` that are not the plan's, naming the first leaf that differs.
     """
     require_devices(plan)
     planned = dict(COUNTERS)["rng"]
@@ -74,7 +104,17 @@ def init_state(plan: Plan, rng: jax.Array) -> TrainState:
         raise TypeError(
             f"init_state: rng must be a key of type {planned} from jax.random.key(seed), not {getattr(rng, 'dtype', type(rng).__name__)}"
         )
-    return jax.jit(functools.partial(_init, plan), out_shardings=state_shardings(plan))(rng)
+    if params is not None:
+        _check_params(plan, params)
+    return jax.jit(functools.partial(_init, plan), out_shardings=state_shardings(plan))(rng, params)
+
+
+def _check_params(plan: Plan, params: PyTree) -> None:
+    given = {name: jnp.shape(x) for name, x in named_leaves(params)}
+    for name in dict.fromkeys([*plan.params, *given]):
+        if name not in given or name not in plan.params or given[name] != plan.params[name].shape:
+            ours = plan.params[name].shape if name in plan.params else "none"
+            raise ValueError(f"init_state: params/{name}: the plan has shape {ours}, the parameters given have {given.get(name, 'none')}")
 
 
 def lower_init(plan: Plan) -> jax.stages.Lowered:
@@ -82,16 +122,18 @@ def lower_init(plan: Plan) -> jax.stages.Lowered:
     return jax.jit(functools.partial(_init, plan), out_shardings=state_shardings(plan)).lower(jax.eval_shape(jax.random.key, 0))
 
 
-def _init(plan: Plan, rng: jax.Array) -> TrainState:
+def _init(plan: Plan, rng: jax.Array, given: PyTree = None) -> TrainState:
     params_key, state_key = jax.random.split(rng)
-    optimized = cast(plan.recipe.init_fn(params_key), jnp.float32)
-    dtypes = jax.tree.unflatten(plan.params_treedef, [leaf.rest.dtype for leaf in plan.part("params")])
+    leaves = plan.part("params")
+    drawn = [x.astype(jnp.float32) for x in jax.tree.leaves(plan.recipe.init_fn(params_key) if given is None else given)]
+    optimized = [x for leaf, x in zip(leaves, drawn, strict=True) if leaf.trained]
     return TrainState(
         step=jnp.zeros((), jnp.int32),
-        params=jax.tree.map(lambda x, dtype: x.astype(dtype), optimized, dtypes),
-        opt_state=OptState(optimized if plan.part("master") else None, plan.recipe.tx.init(optimized)),
+        params=jax.tree.unflatten(plan.params_treedef, [x.astype(leaf.rest.dtype) for leaf, x in zip(leaves, drawn, strict=True)]),
+        opt_state=OptState(master_tree(plan, optimized), plan.recipe.tx.init(plan.trained_tree(optimized))),
         rng=state_key,
         skipped_steps=jnp.zeros((), jnp.int32),
+        loss_scale=init_loss_scale(plan.precision.loss_scale) if plan.precision.compute == "float16" else None,
     )
 
 

@@ -24,7 +24,8 @@ from zjax.gradients import LossFn, MeanLoss, gradients
 from zjax.mesh import data_axes
 from zjax.optim import clip_factor, global_norm
 from zjax.plan import Plan, require_devices
-from zjax.state import OptState, TrainState, state_shardings, state_struct
+from zjax.precision import update_loss_scale
+from zjax.state import OptState, TrainState, master_tree, optimized_params, state_shardings, state_struct
 from zjax.tree import PyTree, named_leaves
 
 
@@ -33,8 +34,9 @@ class TrainStep:
     """A compiled-on-first-use train step, and the recipe it was made from.
 
     `step(state, batch) -> (state, metrics)`. The given state is donated: use the returned one. Metrics are float32
-    scalars: `loss`, `weight`, `grad_norm` (before clipping), `grad_norm_clipped`, `step_applied` (1 or 0), and the
-    loss's own.
+    scalars: `loss`, `weight`, `grad_norm` (before clipping), `grad_norm_clipped`, `step_applied` (1 or 0),
+    `nonfinite_leaf` and `nonfinite_is_nan` (see `zjax.NonFiniteGuard`), with float16 `loss_scale` and `loss_scale_stuck`,
+    and the loss's own.
     """
 
     plan: Plan
@@ -117,9 +119,10 @@ def check_batch(plan: Plan, batch: PyTree) -> None:
 
 def _step(plan: Plan, loss_fn: LossFn, clip: float | None, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
     rng = jax.random.fold_in(state.rng, state.step)
-    grads, (loss_sum, weight, metrics) = gradients(plan, loss_fn, state.params, batch, rng)
+    scale = None if state.loss_scale is None else state.loss_scale.scale
+    grads, (loss_sum, weight, metrics), divisor = gradients(plan, loss_fn, state.params, batch, rng, scale)
 
-    grads = jax.tree.map(lambda g: _over(g.astype(jnp.float32), weight), grads)
+    grads = jax.tree.map(lambda g: _over(g.astype(jnp.float32), divisor), grads)
     norm = global_norm(grads)
     factor = clip_factor(norm, clip)
     loss = _over(loss_sum, weight)
@@ -127,35 +130,54 @@ def _step(plan: Plan, loss_fn: LossFn, clip: float | None, state: TrainState, ba
     applied = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(weight)
 
     params, opt_state = _update(plan, state, jax.tree.map(lambda g: g * factor, grads), applied)
-    new_state = TrainState(
-        step=state.step + 1,
-        params=params,
-        opt_state=opt_state,
-        rng=state.rng,
-        skipped_steps=state.skipped_steps + (1 - applied.astype(jnp.int32)),
-    )
     scalars = {
         "loss": loss,
         "weight": weight,
         "grad_norm": norm,
         "grad_norm_clipped": norm * factor,
         "step_applied": applied.astype(jnp.float32),
+        **_first_nonfinite(grads),
     }
+    loss_scale = state.loss_scale
+    if loss_scale is not None:
+        # What this step ran with, as DeepSpeed logs it; the state has what the next one will.
+        scalars["loss_scale"] = loss_scale.scale
+        loss_scale, stuck = update_loss_scale(plan.precision.loss_scale, loss_scale, ~applied)
+        scalars["loss_scale_stuck"] = stuck.astype(jnp.float32)
+    new_state = TrainState(
+        step=state.step + 1,
+        params=params,
+        opt_state=opt_state,
+        rng=state.rng,
+        skipped_steps=state.skipped_steps + (1 - applied.astype(jnp.int32)),
+        loss_scale=loss_scale,
+    )
     return new_state, scalars | {name: _over(*pair) for name, pair in metrics.items()}
+
+
+def _first_nonfinite(grads: PyTree) -> dict[str, jax.Array]:
+    """The place among the trained parameters of the first whose gradient is not finite, or -1, and whether it has a NaN."""
+    norms = jnp.stack([global_norm([g]) for g in jax.tree.leaves(grads)])
+    bad = ~jnp.isfinite(norms)
+    first = jnp.argmax(bad)
+    return {
+        "nonfinite_leaf": jnp.where(jnp.any(bad), first, -1).astype(jnp.float32),
+        "nonfinite_is_nan": jnp.isnan(norms[first]).astype(jnp.float32),
+    }
 
 
 def _update(plan: Plan, state: TrainState, grads: PyTree, applied: jax.Array) -> tuple[PyTree, OptState]:
     """New parameters and optimizer state; each device updates the shard it holds the optimizer state of."""
     sharded = plan.params_tree("optimizer")
-    master = state.opt_state.master
-    old = _pin(state.params if master is None else master, sharded), state.opt_state.inner
+    old = _pin(optimized_params(plan, state), sharded), state.opt_state.inner
     updates, inner = plan.recipe.tx.update(grads, old[1], old[0])
     new = _pin(optax.apply_updates(old[0], updates), sharded), inner
     # Select, not branch: the choice fuses into the update, and a skipped step leaves every bit as it was.
     optimized, inner = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
     # Cast in shards, so that what stage 1 and 2 gather afterwards is the compute dtype.
-    shards = _pin(jax.tree.map(lambda new, old: new.astype(old.dtype), optimized, state.params), sharded)
-    return _at_rest(plan, state.params, shards), OptState(None if master is None else optimized, inner)
+    dtypes = plan.trained_tree(leaf.rest.dtype for leaf in plan.trained)
+    shards = _pin(jax.tree.map(lambda new, dtype: new.astype(dtype), optimized, dtypes), sharded)
+    return _at_rest(plan, state.params, shards), OptState(master_tree(plan, jax.tree.leaves(optimized)), inner)
 
 
 def _at_rest(plan: Plan, old: PyTree, shards: PyTree) -> PyTree:
@@ -163,14 +185,15 @@ def _at_rest(plan: Plan, old: PyTree, shards: PyTree) -> PyTree:
 
     Stacked layers one by one, each into its place in the old parameters' buffer: gathered at once, all would be held twice.
     """
-    leaves = plan.part("params")
-    whole, new = jax.tree.leaves(old), jax.tree.leaves(shards)
+    leaves, whole, supply = plan.part("params"), jax.tree.leaves(old), iter(jax.tree.leaves(shards))
+    new = {i: next(supply) for i, leaf in enumerate(leaves) if leaf.trained}  # a frozen parameter stays what it is
     units: dict[str, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if leaf.stacked and leaf.optimizer and leaf.optimizer.spec != leaf.rest.spec:
-            units.setdefault(leaf.unit, []).append(i)
+    for i, x in new.items():
+        placed = leaves[i].optimizer
+        if leaves[i].stacked and placed and placed.spec != leaves[i].rest.spec:
+            units.setdefault(leaves[i].unit, []).append(i)
         else:
-            whole[i] = new[i]
+            whole[i] = x
     for mine in units.values():
 
         def put(layer: Any, into: list[jax.Array], mine: list[int] = mine) -> list[jax.Array]:

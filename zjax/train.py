@@ -28,6 +28,7 @@ from zjax.data import DTYPES, Batches, Corpus, load_corpus, prefetch
 from zjax.describe import summary
 from zjax.fields import ConfigError
 from zjax.flags import xla_flags
+from zjax.guard import NonFiniteGuard
 from zjax.mesh import AnyMesh, make_mesh
 from zjax.metrics import MetricsWriter, draw_loss_curve
 from zjax.models import llama
@@ -162,22 +163,26 @@ def _loop(
     step: TrainStep = make_train_step(plan, model.loss, clip=config.clip)
     schedule = make_schedule(config.optimizer, config.steps)
     start, skipped = int(state.step), int(state.skipped_steps)
+    guard = NonFiniteGuard(plan, config.max_consecutive_skips)
     clock, pending = time.perf_counter(), None
 
     def record(done: int, metrics: dict[str, jax.Array]) -> None:
         nonlocal clock, skipped
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}  # waits for the step
         seconds, clock = time.perf_counter() - clock, time.perf_counter()
+        observed = dict(values)
         tokens, applied = values.pop("weight"), bool(values.pop("step_applied"))
         learning_rate = float(schedule(done - 1 - skipped))
         skipped += not applied
-        if not applied:
-            _say(console, f"step {done}: loss or gradients are not finite; the step was skipped ({skipped} so far)")
+        loss_scale = values.pop("loss_scale", 1.0)  # what is not float16 is not scaled
+        for name in ("nonfinite_leaf", "nonfinite_is_nan", "loss_scale_stuck"):
+            values.pop(name, None)
         line = {"step": done, **values, "learning_rate": learning_rate, "tokens": round(tokens), "step_seconds": seconds}
-        # There is no fp16 here, so nothing is scaled: the loss scale is 1 by definition.
-        line |= {"tokens_per_second": tokens / seconds, "step_applied": applied, "loss_scale": 1.0, "skipped_steps": skipped}
+        line |= {"tokens_per_second": tokens / seconds, "step_applied": applied, "loss_scale": loss_scale, "skipped_steps": skipped}
         if writer:
             writer.write(line)
+        if told := guard.observe(done, observed):
+            _say(console, told)
         bar.update(task, completed=done, state=f"loss {values['loss']:.3f}  {tokens / seconds:,.0f} tokens/s")
         if not console.is_terminal and (done % every == 0 or done == config.steps):
             _say(console, f"step {done}/{config.steps} loss {values['loss']:.3f}, {tokens / seconds:,.0f} tokens/s")

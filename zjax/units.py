@@ -91,7 +91,7 @@ def fully_shard(block: Any, *, at: str | None = None, remat: str | RematPolicy |
 
     @functools.wraps(block)
     def unit(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        return _run(on_rows_of(block), at, policy, params, args, kwargs)
+        return _run(on_rows_of(block, at), at, policy, params, args, kwargs)
 
     return unit
 
@@ -132,7 +132,7 @@ def _run(
     if tracing.recording is not None:
         with _noted([join(at, name) for name, _ in named_leaves(params)], at):
             return block(params, *args, **kwargs)
-    params, args, wait = _entered(tracing.plan, at, params, args)
+    params, args, wait = _entered(tracing.plan, params, args)
     gathered, kept = _gather_of(tracing, at, params, wait)
     # Arguments are closed over, so that static ones (strings, booleans) stay static under jax.checkpoint.
     if not kept:
@@ -141,11 +141,11 @@ def _run(
     return jax.checkpoint(lambda p: block(p, *args, **kwargs), policy=policy)(params) if policy else block(params, *args, **kwargs)
 
 
-def _entered(plan: Plan, at: str, params: PyTree, args: tuple[Any, ...]) -> tuple[PyTree, tuple[Any, ...], jax.Array | None]:
-    """Parameters and arguments of a unit that is called, its input in its dtype, and what its gather waits for."""
+def _entered(plan: Plan, params: PyTree, args: tuple[Any, ...]) -> tuple[PyTree, tuple[Any, ...], jax.Array | None]:
+    """Parameters and arguments of a unit that is called, and what its gather waits for."""
     if not args:
         return params, args, None
-    params, x, wait = take_turn(plan, params, cast_stream(plan, at, args[0]))
+    params, x, wait = take_turn(plan, params, args[0])
     return params, (x, *args[1:]), wait
 
 
@@ -166,15 +166,26 @@ def _gather_of(tracing: Tracing, at: str, params: PyTree, wait: jax.Array | None
 
 
 def cast_stream(plan: Plan, at: str, x: PyTree) -> PyTree:
-    """A unit's input in the unit's dtype, where a plan has units of several (FSDP2 MixedPrecisionPolicy.cast_forward_inputs)."""
-    if not any(unit.compute for unit in plan.units):
+    """A unit's input in the unit's dtype, where units have dtypes of their own (MixedPrecisionPolicy.cast_forward_inputs)."""
+    if not any(unit.compute or unit.output for unit in plan.units):
         return x
     dtypes = {leaf.rest.dtype for name, leaf in plan.params.items() if not at or matches(at, name)}
-    if len(dtypes) != 1:
-        return x
-    dtype = dtypes.pop()
+    return _cast_floats(x, dtypes.pop()) if len(dtypes) == 1 else x
+
+
+def cast_carry(plan: Plan, at: str, x: PyTree) -> PyTree:
+    """The input of a loop of units in the dtype they hand on: a loop's carry keeps its dtype."""
+    output = _output_dtype(plan, at)
+    return cast_stream(plan, at, x) if output is None else _cast_floats(x, output)
+
+
+def _output_dtype(plan: Plan, at: str) -> str | None:
+    return next((unit.output for unit in plan.units if unit.prefix == at), None)
+
+
+def _cast_floats(tree: PyTree, dtype: Any) -> PyTree:
     is_float = lambda leaf: isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
-    return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_float(leaf) else leaf, x)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_float(leaf) else leaf, tree)
 
 
 @dataclass(frozen=True)
@@ -231,7 +242,7 @@ def _order_backward(params: PyTree, x: PyTree, earlier: jax.Array, *, alone: boo
 
     def backward(_: None, cotangents: Any) -> Any:
         gradients, floats, scattered = cotangents
-        done = sum((zero_after(g) for g in gradients if g.size), start=jnp.zeros(()))
+        done = sum((zero_after(g) for g in gradients if g is not None and g.size), start=jnp.zeros(()))
         late = done if alone else scattered
         return gradients, [g + late.astype(g.dtype) for g in floats], done
 
@@ -258,8 +269,8 @@ def but_gathered(policy: RematPolicy | None) -> RematPolicy:
     return saved
 
 
-def on_rows_of(block: Callable[..., Any]) -> Callable[..., Any]:
-    """`block(params, x, ...)` with `x` and its outputs of as many rows kept on the data axes.
+def on_rows_of(block: Callable[..., Any], at: str) -> Callable[..., Any]:
+    """`block(params, x, ...)` with `x` and its outputs of as many rows kept on the data axes, and in the unit's dtypes.
 
     One missing constraint on the residual stream makes XLA gather activations, at several times the traffic.
     """
@@ -267,10 +278,17 @@ def on_rows_of(block: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(block)
     def on_rows(params: PyTree, *args: Any, **kwargs: Any) -> Any:
         plan = current_plan()
-        if plan is None or not args or not isinstance(args[0], jax.Array) or not args[0].ndim:
+        if plan is None or not args:
             return block(params, *args, **kwargs)
-        rows = args[0].shape[0]
-        return constrain_rows(plan, block(params, constrain_rows(plan, args[0], rows), *args[1:], **kwargs), rows)
+        x, output = cast_stream(plan, at, args[0]), _output_dtype(plan, at)
+        if not isinstance(x, jax.Array) or not x.ndim:
+            return block(params, x, *args[1:], **kwargs)
+        rows = x.shape[0]
+        out = block(params, constrain_rows(plan, x, rows), *args[1:], **kwargs)
+        if output is not None:
+            has_rows = lambda leaf: isinstance(leaf, jax.Array) and leaf.shape[:1] == (rows,)  # noqa: E731
+            out = jax.tree.map(lambda leaf: _cast_floats(leaf, output) if has_rows(leaf) else leaf, out)
+        return constrain_rows(plan, out, rows)
 
     return on_rows
 
@@ -373,7 +391,7 @@ def _nnx_class(cls: type, at: str, policy: RematPolicy | None) -> type:
 
         def run(params: PyTree, *args: Any, **kwargs: Any) -> Any:
             module = nnx.merge(graphdef, params, rest, copy=True)  # its variables are written in this trace
-            out = on_rows_of(lambda _, *a, **k: cls.__call__(module, *a, **k))(params, *args, **kwargs)
+            out = on_rows_of(lambda _, *a, **k: cls.__call__(module, *a, **k), at)(params, *args, **kwargs)
             return out, nnx.split(module, nnx.Param, ...)[2]
 
         out, new_rest = _run(run, at, policy, nnx.to_pure_dict(params), args, kwargs)
@@ -396,9 +414,9 @@ def _linen_class(cls: Any, at: str | None, policy: RematPolicy | None) -> type:
         if tracing.recording is not None:
             with _noted([join(path, name) for name, _ in named_leaves(params)], path):
                 return cls.__call__(self, *args, **kwargs)
-        _, args, wait = _entered(tracing.plan, path, {}, args)
+        _, args, wait = _entered(tracing.plan, {}, args)
         gathered, kept = _gather_of(tracing, path, params, wait)
-        run = lambda module: on_rows_of(lambda _, *a, **k: cls.__call__(module, *a, **k))(None, *args, **kwargs)  # noqa: E731
+        run = lambda module: on_rows_of(lambda _, *a, **k: cls.__call__(module, *a, **k), path)(None, *args, **kwargs)  # noqa: E731
         in_trace = lambda collections: collections | {"params": gathered(collections["params"])}  # noqa: E731
         if not kept:
             return linen.remat(linen.map_variables(run, "params", in_trace), policy=but_gathered(policy))(self)

@@ -113,8 +113,7 @@ def _not_donated(e: Evidence) -> Iterator[Finding]:
 
 def _replicated_without_reason(e: Evidence) -> Iterator[Finding]:
     for leaf in e.plan.part("params"):
-        assert leaf.optimizer
-        if e.plan.zero.stage and leaf.reason is None and not spec_axes(leaf.optimizer.spec):
+        if e.plan.zero.stage and leaf.reason is None and not spec_axes((leaf.optimizer or leaf.rest).spec):
             yield Finding(
                 "replicated-without-reason", leaf.path, leaf.bytes_on(e.plan.mesh), "the leaf is replicated, and the plan does not say why"
             )
@@ -297,7 +296,7 @@ def _wrong_axis(e: Evidence) -> Iterator[Finding]:
 
 
 def _wide_on_the_wire(e: Evidence) -> Iterator[Finding]:
-    if e.plan.precision.compute != "bfloat16" or e.target.platform == "cpu":
+    if e.plan.precision.compute == "float32" or e.target.platform == "cpu":
         return
     params = e.plan.part("params")
     wide = {"all-gather"} if any(leaf.rest.dtype == "float32" for leaf in params) else set()
@@ -307,7 +306,7 @@ def _wide_on_the_wire(e: Evidence) -> Iterator[Finding]:
         if "f32" in c.dtypes:
             yield Finding(
                 "float32-on-the-wire", c.op_name or c.name, round(run.wire_bytes),
-                f"{_article(c.kind)} of {_shapes(c)} moves float32, where precision.compute is bfloat16: cast before the gather, or return gradients in the parameter's dtype",
+                f"{_article(c.kind)} of {_shapes(c)} moves float32, where precision.compute is {e.plan.precision.compute}: cast before the gather, or return gradients in the parameter's dtype",
             )  # fmt: skip
 
 
@@ -373,8 +372,8 @@ def _operand_shapes(module: Module, run: Run) -> list[tuple[int, ...]]:
 
 
 def _scattered(leaf: LeafPlan) -> bool:
-    assert leaf.accumulator and leaf.forward
-    return bool(set(spec_axes(leaf.accumulator.spec)) - set(spec_axes(leaf.forward.spec)))
+    assert leaf.forward
+    return leaf.accumulator is not None and bool(set(spec_axes(leaf.accumulator.spec)) - set(spec_axes(leaf.forward.spec)))
 
 
 def _local(plan: Plan, leaf: LeafPlan, placed: Placement | None) -> tuple[int, ...]:
@@ -389,8 +388,7 @@ def _key(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _shard_key(plan: Plan, leaf: LeafPlan, *, per_layer: bool) -> tuple[int, ...]:
     """The key of the piece of a parameter that a device gathers from."""
-    assert leaf.optimizer
-    placed = leaf.rest if spec_axes(leaf.rest.spec) else leaf.optimizer
+    placed = leaf.rest if spec_axes(leaf.rest.spec) else leaf.optimizer or leaf.rest
     return _key(_local(plan, leaf, placed)[int(leaf.stacked and per_layer) :])
 
 

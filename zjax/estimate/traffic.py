@@ -63,7 +63,7 @@ def traffic_by_link(plan: Plan) -> dict[str, int]:
 
 
 def _parameter_gathers(plan: Plan, leaf: LeafPlan) -> Iterator[Transfer]:
-    assert leaf.forward and leaf.backward and leaf.optimizer
+    assert leaf.forward and leaf.backward
     whole = leaf.bytes_on(plan.mesh, "forward")
     axes = _gathered_axes(leaf.rest, leaf.forward)
     if axes:
@@ -71,7 +71,7 @@ def _parameter_gathers(plan: Plan, leaf: LeafPlan) -> Iterator[Transfer]:
         passes = 2 if _gathered_axes(leaf.backward, leaf.forward) else 1
         times = passes * plan.accumulation.micro_batches if plan.zero.reshard_after_backward else 1
         yield _ring(plan, leaf, "all_gather", axes, times, whole)
-    updated = _gathered_axes(leaf.optimizer, leaf.rest)
+    updated = _gathered_axes(leaf.optimizer, leaf.rest) if leaf.optimizer else ()
     if updated:
         # Stages 1 and 2 (and persistent leaves): each device updated its shard, all need the whole.
         yield _ring(plan, leaf, "all_gather", updated, 1, whole)
@@ -79,7 +79,9 @@ def _parameter_gathers(plan: Plan, leaf: LeafPlan) -> Iterator[Transfer]:
 
 def _gradient_reductions(plan: Plan, leaf: LeafPlan, *, least: bool = False) -> Iterator[Transfer]:
     """Into the accumulator with each micro-batch, and from there, where it is still partial, into the optimizer's shard once."""
-    assert leaf.forward and leaf.accumulator and leaf.optimizer
+    if not leaf.accumulator or not leaf.optimizer:
+        return  # frozen
+    assert leaf.forward
     gradient = leaf.bytes_on(plan.mesh, "forward") / leaf.forward.dtype.itemsize * leaf.reduce.itemsize
     scattered = _gathered_axes(leaf.accumulator, leaf.forward)
     partial = leaf.partial if scattered or not least else data_axes(plan.mesh)

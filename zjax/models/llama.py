@@ -94,7 +94,7 @@ def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     """RMSNorm; the statistics are taken in float32."""
     h = x_BTD.astype(jnp.float32)
     h = h * jax.lax.rsqrt(jnp.mean(jnp.square(h), axis=-1, keepdims=True) + eps)
-    return h.astype(x_BTD.dtype) * scale_D
+    return (h.astype(x_BTD.dtype) * scale_D).astype(x_BTD.dtype)  # a scale kept in float32 does not widen the stream
 
 
 def rotary_table(config: LlamaConfig, length: int) -> tuple[jax.Array, jax.Array]:
