@@ -193,8 +193,9 @@ def configs():
 
 @pytest.mark.parametrize("cls", configs(), ids=lambda cls: cls.__name__)
 def test_configs_are_frozen_hashable_and_take_names_only(cls):
-    made = cls()
-    assert hash(made) == hash(cls()) and made == cls()
+    needed = {"patterns": ("norm",)} if cls is ParamGroup else {}
+    made = cls(**needed)
+    assert hash(made) == hash(cls(**needed)) and made == cls(**needed)
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(made, dataclasses.fields(cls)[0].name, None)
     with pytest.raises(TypeError):

@@ -6,9 +6,11 @@ from zjax.config import (
     AccumulationConfig,
     CheckpointConfig,
     DataConfig,
+    LossScaleConfig,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
+    ParamGroup,
     PrecisionConfig,
     TrainConfig,
     Unit,
@@ -18,6 +20,7 @@ from zjax.describe import bytes_per_device
 from zjax.fields import ConfigError
 from zjax.flags import xla_flags
 from zjax.gradients import mean_loss
+from zjax.guard import NonFiniteError, NonFiniteGuard
 from zjax.layers import scan_layers
 from zjax.mesh import abstract_mesh, make_mesh
 from zjax.plan import LeafPlan, Placement, Plan, build_plan
