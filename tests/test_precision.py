@@ -231,7 +231,7 @@ def dense(steps, frozen, k=1, tx=None):
     @jax.jit
     def step(trained, opt, batch):
         grads = jax.grad(mean)(trained, batch)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         updates, opt = tx.update(jax.tree.map(lambda g: g / jnp.maximum(1, norm + 1e-6), grads), opt, trained)
         return optax.apply_updates(trained, updates), opt, norm
 

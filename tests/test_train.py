@@ -36,6 +36,7 @@ from zjax import train
 from zjax.checkpoint import Checkpointer
 from zjax.cli import main
 from zjax.config import MeshConfig
+from zjax.guard import NonFiniteError
 from zjax.mesh import make_mesh
 from zjax.metrics import MetricsWriter
 from zjax.plan import Plan
@@ -238,11 +239,33 @@ def test_a_step_that_is_not_finite_is_skipped_and_reported(diverged):
     assert [line["step_applied"] for line in lines] == [True, False, False]
     assert [line["skipped_steps"] for line in lines] == [0, 1, 2]
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert "step 2: loss or gradients are not finite; the step was skipped (1 so far)" in output
-    assert "step 3: loss or gradients are not finite; the step was skipped (2 so far)" in output
+    assert "step 2: the gradient of embed/table has NaN; the step was skipped (1 in a row)" in output
+    assert "step 3: the gradient of embed/table has NaN; the step was skipped (2 in a row)" in output
     after_first = Checkpointer(workdir / "checkpoints").restore(train.plan_run(config, make_mesh(config.mesh)), 1)
     assert int(result.state.skipped_steps) == 2 and int(result.state.step) == 3
     assert_same_state((after_first.params, after_first.opt_state), (result.state.params, result.state.opt_state))
+
+
+def test_a_run_that_makes_no_progress_ends_with_its_last_good_state(corpus, tmp_path, diverged):
+    config = small_config(corpus, steps=9, max_consecutive_skips=2, optimizer={"learning_rate": 1e38})
+    with pytest.raises(NonFiniteError, match=r"step 3: the gradient of embed/table has NaN.*max_consecutive_skips=2 is reached"):
+        run_quietly(config, tmp_path)
+    checkpointer = Checkpointer(tmp_path / "checkpoints")
+    saved = checkpointer.restore(train.plan_run(config, make_mesh(config.mesh)))
+    assert_same_state((saved.params, saved.opt_state), (diverged[0].state.params, diverged[0].state.opt_state))
+    assert [line["step_applied"] for line in metrics(tmp_path)] == [True, False, False]
+
+
+def test_float16_trains_and_logs_its_scale(corpus, tmp_path):
+    scaling = {"initial_power": 30, "hysteresis": 1, "window": 2}
+    config = small_config(corpus, steps=30, max_consecutive_skips=25, precision={"compute": "float16", "loss_scale": scaling})
+    run_quietly(config, tmp_path)
+    lines = metrics(tmp_path)
+    assert lines[0]["loss_scale"] == 2**30 and not lines[0]["step_applied"]  # far beyond float16
+    applied = [line for line in lines if line["step_applied"]]
+    assert len(applied) > 5 and applied[-1]["loss"] < applied[0]["loss"] and applied[0]["loss_scale"] < 2**30
+    # The schedule counts what was applied.
+    assert lines[-1]["skipped_steps"] == len(lines) - len(applied)
 
 
 def test_metrics_of_a_skipped_step_are_still_json(diverged):

@@ -25,6 +25,7 @@ from zjax.config import TrainConfig
 from zjax.describe import bytes_per_device, spec_text
 from zjax.estimate import traffic_by_link, traffic_per_step
 from zjax.fields import ConfigError, from_dict
+from zjax.guard import NonFiniteError
 from zjax.mesh import abstract_mesh
 from zjax.plan import Plan
 from zjax_command import quiet_stderr
@@ -42,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ValueError, AuditError) as error:
         print(f"zjax {arguments.command}: error: {error}", file=sys.stderr)
         return 2
+    except NonFiniteError as error:
+        print(f"zjax {arguments.command}: stopped, and saved: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader, `head` for instance, has gone: nothing is left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

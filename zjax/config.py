@@ -267,6 +267,13 @@ class PrecisionConfig:
         require(self.compute in DTYPES, "precision.compute", self.compute, f"must be one of {', '.join(DTYPES)}")
         require(self.reduce in (None, *DTYPES), "precision.reduce", self.reduce, f"must be one of {', '.join(DTYPES)}, or None")
         require(self.accumulate in DTYPES, "precision.accumulate", self.accumulate, f"must be one of {', '.join(DTYPES)}")
+        for knob in ("reduce", "accumulate"):
+            require(
+                getattr(self, knob) != "float16" or self.compute == "float16",
+                f"precision.{knob}",
+                "float16",
+                f"gradients overflow there unless the loss is scaled, and precision.compute={self.compute!r}; use 'bfloat16' or 'float32'",
+            )
         require(
             self.compute == "float16" or self.loss_scale == LossScaleConfig(),
             "precision.loss_scale",

@@ -258,7 +258,7 @@ def build_plan(
         warnings.warn(f"zero.stage={zero.stage} on a mesh with one device to shard over: nothing is sharded", stacklevel=2)
 
     chain = [*rules, *([rules_lib.placement(shard_placement)] if shard_placement else [])]
-    _reject_idle_knobs(zero, accumulation, declared)
+    _reject_idle_knobs(zero, precision, accumulation, declared)
     engine, engine_reason = _choose_engine(zero, precision, accumulation, declared, mesh)
     params = [_plan_param(name, leaf.shape, zero, precision, accumulation, mesh, engine, chain, declared) for name, leaf in named]
     params = [_plan_frozen(leaf) if _is_frozen(leaf.name, frozen, trainable) else leaf for leaf in params]
@@ -379,14 +379,20 @@ def _plan_frozen(param: LeafPlan) -> LeafPlan:
     return dataclasses.replace(param, accumulator=None, optimizer=None, reduce=None, partial=(), zero_axes=axes, reason=reason)
 
 
-def _reject_idle_knobs(zero: ZeroConfig, accumulation: AccumulationConfig, units: Sequence[Unit]) -> None:
-    """ConfigError for a knob of which nothing would come."""
+def _reject_idle_knobs(zero: ZeroConfig, precision: PrecisionConfig, accumulation: AccumulationConfig, units: Sequence[Unit]) -> None:
+    """ConfigError for a knob of which nothing, or nothing good, would come."""
     if not zero.reshard_after_backward and accumulation.micro_batches == 1:
         raise ConfigError(
             "zero.reshard_after_backward=False: it keeps parameters gathered from one micro-batch to the next, and "
             "accumulation.micro_batches is 1; leave it True"
         )
     for unit in units:
+        for knob in ("compute", "reduce"):
+            if getattr(unit, knob) == "float16" and precision.compute != "float16":
+                raise ConfigError(
+                    f"Unit({unit.path!r}).{knob}='float16': its gradients overflow unless the loss is scaled; use "
+                    "precision.compute='float16' and give the other units a compute dtype of their own, or 'bfloat16' here"
+                )
         if unit.reshard_after_forward is not None and zero.stage < 3:
             raise ConfigError(
                 f"Unit({unit.path!r}).reshard_after_forward={unit.reshard_after_forward}: only stage 3 gathers parameters; "

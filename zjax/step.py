@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from zjax.collectives import constrain, spec_of
 from zjax.flags import xla_flags
 from zjax.gradients import LossFn, MeanLoss, gradients
-from zjax.mesh import data_axes
-from zjax.optim import clip_factor, global_norm
+from zjax.mesh import data_axes, degree, spec_axes
+from zjax.optim import clip_factor
 from zjax.plan import Plan, require_devices
 from zjax.precision import update_loss_scale
 from zjax.state import OptState, TrainState, master_tree, optimized_params, state_shardings, state_struct
@@ -123,7 +123,8 @@ def _step(plan: Plan, loss_fn: LossFn, clip: float | None, state: TrainState, ba
     grads, (loss_sum, weight, metrics), divisor = gradients(plan, loss_fn, state.params, batch, rng, scale)
 
     grads = jax.tree.map(lambda g: _over(g.astype(jnp.float32), divisor), grads)
-    norm = global_norm(grads)
+    squares = _leaf_squares(plan, grads)
+    norm = jnp.sqrt(jnp.sum(squares))
     factor = clip_factor(norm, clip)
     loss = _over(loss_sum, weight)
     # The weight too: a NaN is not > 0, and would pass for a batch that is masked out.
@@ -136,7 +137,7 @@ def _step(plan: Plan, loss_fn: LossFn, clip: float | None, state: TrainState, ba
         "grad_norm": norm,
         "grad_norm_clipped": norm * factor,
         "step_applied": applied.astype(jnp.float32),
-        **_first_nonfinite(grads),
+        **_first_nonfinite(squares),
     }
     loss_scale = state.loss_scale
     if loss_scale is not None:
@@ -155,14 +156,29 @@ def _step(plan: Plan, loss_fn: LossFn, clip: float | None, state: TrainState, ba
     return new_state, scalars | {name: _over(*pair) for name, pair in metrics.items()}
 
 
-def _first_nonfinite(grads: PyTree) -> dict[str, jax.Array]:
+def _leaf_squares(plan: Plan, grads: PyTree) -> jax.Array:
+    """Each trained parameter's sum of squared gradients, float32 [leaves], by one all-reduce of them all.
+
+    A sum of its own for each leaf would be a collective for each, in any order: XLA's CPU runtime can wait for ever there.
+    """
+    specs = [leaf.optimizer.spec for leaf in plan.trained if leaf.optimizer]
+    axes = tuple(axis for axis, size in plan.mesh.shape.items() if size > 1)
+    copies = [degree(plan.mesh, [axis for axis in axes if axis not in spec_axes(spec)]) for spec in specs]
+
+    def on_device(grads: list[jax.Array]) -> jax.Array:
+        squares = jnp.stack([jnp.sum(jnp.square(g)) / n for g, n in zip(grads, copies, strict=True)])
+        return jax.lax.psum(squares, axes) if axes else squares
+
+    return jax.shard_map(on_device, mesh=plan.mesh, in_specs=(specs,), out_specs=P(), check_vma=False)(jax.tree.leaves(grads))
+
+
+def _first_nonfinite(squares: jax.Array) -> dict[str, jax.Array]:
     """The place among the trained parameters of the first whose gradient is not finite, or -1, and whether it has a NaN."""
-    norms = jnp.stack([global_norm([g]) for g in jax.tree.leaves(grads)])
-    bad = ~jnp.isfinite(norms)
+    bad = ~jnp.isfinite(squares)
     first = jnp.argmax(bad)
     return {
         "nonfinite_leaf": jnp.where(jnp.any(bad), first, -1).astype(jnp.float32),
-        "nonfinite_is_nan": jnp.isnan(norms[first]).astype(jnp.float32),
+        "nonfinite_is_nan": jnp.isnan(squares[first]).astype(jnp.float32),
     }
 
 

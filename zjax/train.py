@@ -8,7 +8,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,7 @@ from zjax.data import DTYPES, Batches, Corpus, load_corpus, prefetch
 from zjax.describe import summary
 from zjax.fields import ConfigError
 from zjax.flags import xla_flags
-from zjax.guard import NonFiniteGuard
+from zjax.guard import NonFiniteError, NonFiniteGuard
 from zjax.mesh import AnyMesh, make_mesh
 from zjax.metrics import MetricsWriter, draw_loss_curve
 from zjax.models import llama
@@ -46,7 +46,16 @@ AGREE_EVERY = 10
 def plan_run(config: TrainConfig, mesh: AnyMesh) -> Plan:
     """The plan of a configured run; an abstract mesh is enough."""
     tx = make_optimizer(config.optimizer, config.steps)
-    build = functools.partial(build_plan, config.zero, tx=tx, mesh=mesh, precision=config.precision, accumulation=config.accumulation)
+    build = functools.partial(
+        build_plan,
+        config.zero,
+        tx=tx,
+        mesh=mesh,
+        precision=config.precision,
+        accumulation=config.accumulation,
+        frozen=config.frozen,
+        trainable=config.trainable,
+    )
     if config.model.preset == "abstract":
         count = config.model.parameters
         return build(lambda key: {"parameters": jnp.zeros(count)})
@@ -98,6 +107,7 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
     Raises:
       ConfigError: a config, corpus or workdir that cannot be used.
       CheckpointError: a checkpoint of another model, corpus or data order.
+      NonFiniteError: the run makes no progress any more; its last good state is saved.
     """
     first = jax.process_index() == 0
     console = (console or Console()) if first else Console(quiet=True)
@@ -135,9 +145,9 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
     try:
         state, stopped_by = _loop(config, plan, model, batches, state, checkpointer, meta, writer, console)
         _save(checkpointer, state, meta)
-        checkpointer.close()
         losses = writer.column("loss") if writer else []
     finally:
+        checkpointer.close()
         if writer:
             writer.close()
     if stopped_by is not None:
@@ -189,7 +199,11 @@ def _loop(
 
     every = max(1, config.steps // 20)  # lines of a log that is no terminal
     columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[state]}"), TimeRemainingColumn()
-    with _catch_signals() as caught, Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with (
+        _catch_signals() as caught,
+        Progress(*columns, console=console, disable=not console.is_terminal) as bar,
+        _saved_if_stuck(lambda: _save(checkpointer, state, meta)),
+    ):
         task = bar.add_task("train", total=config.steps, completed=start, state="compiling")
         for index, batch in prefetch(batches, batch_sharding(plan), start, config.steps):
             state, metrics = step(state, batch)
@@ -209,6 +223,16 @@ def _loop(
 def _save(checkpointer: Checkpointer, state: TrainState, meta: dict[str, Any]) -> None:
     if checkpointer.latest_step() != int(state.step):
         checkpointer.save(state, meta)
+
+
+@contextlib.contextmanager
+def _saved_if_stuck(save: Callable[[], None]) -> Iterator[None]:
+    """A run that ends because nothing is finite any more leaves its last good state."""
+    try:
+        yield
+    except NonFiniteError:
+        save()
+        raise
 
 
 @dataclass

@@ -111,7 +111,11 @@ def _per_device(run: Kernel, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.A
 
 
 def _plain(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True)
+    dtype = q_BTNH.dtype
+    if dtype == jnp.float16 and jax.default_backend() == "cpu":
+        # XLA's CPU has no product of float16 that adds up in float32.
+        q_BTNH, k_BTKH, v_BTKH = (x.astype(jnp.float32) for x in (q_BTNH, k_BTKH, v_BTKH))
+    return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True).astype(dtype)
 
 
 def _chunked(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
