@@ -132,8 +132,9 @@ def warmup_decay_lr(
 ) -> optax.Schedule:
     """DeepSpeed's WarmupDecayLR: WarmupLR's warm-up, then linearly down to warmup_min_lr at count total_num_steps."""
     n, up = _warmup(warmup_num_steps, warmup_type, warmup_min_lr, warmup_max_lr)
-    last, slope = int(total_num_steps), (warmup_max_lr - warmup_min_lr) / max(1, int(total_num_steps) - n)
-    return lambda count: jnp.where(count < n, up(count), warmup_min_lr + slope * _float(jnp.maximum(0, last - count)))
+    last, drop = int(total_num_steps), warmup_max_lr - warmup_min_lr
+    left = lambda count: _float(jnp.maximum(0, last - count)) / max(1, last - n)  # noqa: E731
+    return lambda count: jnp.where(count < n, up(count), warmup_min_lr + drop * left(count))
 
 
 def warmup_cosine_lr(
