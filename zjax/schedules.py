@@ -2,7 +2,8 @@
 
 A schedule takes the count of applied steps, an int32 scalar that may be traced, from 0; skipped steps do not count. It
 returns a float32 scalar. DeepSpeed's (runtime/lr_schedules.py) have its argument names and defaults (`config.SCHEDULES`),
-and the count is its `last_batch_iteration`.
+and the count is its `last_batch_iteration`: step k, from 0, takes the value at k. DeepSpeed's engine steps the schedule
+after the optimizer, so that there the first two steps run at the start of the warm-up, and step k at the value of k - 1.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """
     if config.schedule not in _MAKERS:
         return _optax_schedule(config, steps)
-    arguments = schedule_arguments(config, steps)
-    return _MAKERS[config.schedule](**arguments)
+    return _MAKERS[config.schedule](**schedule_arguments(config, steps))
 
 
 def schedule_arguments(config: OptimizerConfig, steps: int) -> dict[str, Any]:
     """All arguments of a DeepSpeed schedule, defaults filled in, checked; ConfigError names the one that is wrong."""
     arguments = {**SCHEDULES[config.schedule], **config.schedule_arguments}
-    stands_for = {"warmup_max_lr": config.learning_rate, "total_num_steps": steps}
-    stands_for |= {"cycle_second_step_size": arguments.get("cycle_first_step_size")}
-    stands_for |= {"cycle_second_stair_count": arguments.get("cycle_first_stair_count")}
+    stands_for: dict[str, Any] = {
+        "warmup_max_lr": config.learning_rate,
+        "total_num_steps": steps,
+        "cycle_second_step_size": arguments.get("cycle_first_step_size"),
+        "cycle_second_stair_count": arguments.get("cycle_first_stair_count"),
+    }
     arguments |= {name: value for name, value in stands_for.items() if name in arguments and arguments[name] is None}
     for name, value in arguments.items():
         _require_valid(name, value)
