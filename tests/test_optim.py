@@ -237,6 +237,32 @@ def test_a_stacked_layer_is_updated_as_if_it_were_alone(name):
             np.testing.assert_allclose(found["layers"][key][layer], x, rtol=1e-5, atol=1e-6, err_msg=f"{key} of layer {layer}")
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muons_matrices_are_updated_as_optax_does(nesterov):
+    shapes = {"wide": (3, 8, 12), "tall": (3, 12, 8), "one": (6, 6)}
+    params, gradients = draw(0, **shapes), [draw(seed, **shapes) for seed in (1, 2, 3)]
+    dims = {key: optax.contrib.MuonDimensionNumbers(-2, -1) for key in shapes}
+    theirs = optax.contrib.muon(1e-2, nesterov=nesterov, weight_decay=0.1, muon_weight_dimension_numbers=dims)
+    wanted, _ = run(theirs, params, gradients)
+    nest = lambda tree: {key: {"layers": x} if x.ndim == 3 else x for key, x in tree.items()}  # noqa: E731
+    ours = optimizer("muon", nesterov=nesterov, weight_decay=0.1, units=("*layers[*]",), embeddings=())
+    found, _ = run(ours, nest(params), [nest(grads) for grads in gradients])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, nest(wanted))
+
+
+def test_muon_on_sharded_layers_holds_one_layers_products_at_a_time():
+    """X X^T of all 16 layers would be 16 MiB on each device."""
+    layers, cut = 16, NamedSharding(mesh(), P(None, None, "fsdp"))
+    tx = optimizer("muon", units=("layers[*]",), embeddings=())
+    params = {"layers": jax.ShapeDtypeStruct((layers, 512, 2048), jnp.float32, sharding=cut)}
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut if x.ndim == 3 else None), jax.eval_shape(tx.init, params)
+    )
+    compiled = jax.jit(tx.update).lower(params, state, params).compile()
+    shard, product = layers * 512 * 2048 * 4 // 8, 512 * 512 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * shard + 6 * product
+
+
 def test_muon_leaves_to_adamw_what_is_no_hidden_matrix():
     params = {"embed": draw(0, table=(8, 6)), "layers": draw(1, w=(3, 6, 6), norm=(3, 6)), "head": draw(2, kernel=(6, 8), norm=(6,))}
     grads = jax.tree.map(lambda x: (x * 0.1 + 0.01).astype(np.float32), params)

@@ -11,6 +11,7 @@ lamb's trust ratio, adafactor's factors and root mean squares), each layer of a 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from zjax.tree import PyTree, matches, named_leaves, require_all_used
 _WEIGHT_DECAY = {"adamw": 1e-4, "lion": 1e-3}
 """optax's default weight decay, where it is not 0."""
 _BY_LAYER = ("adafactor", "lamb")
-"""The optimizers whose update depends on whole leaves. Muon's does on the last two dims, and counts others as batch."""
+"""The optimizers whose update depends on whole leaves. Muon's does on the last two dims, and takes the others as layers."""
 _CYCLES_MOMENTUM = ("adamw", "adam", "lamb", "lion")
 
 
@@ -148,9 +149,7 @@ def _chain(kind: str, config: OptimizerConfig, rate: optax.Schedule, betas: dict
             return optax.adafactor(rate, weight_decay_rate=decay or None)
         case "muon":
             orthogonal = given("nesterov", beta="momentum", mu_dtype="moment_dtype")
-            return optax.chain(
-                optax.contrib.scale_by_muon(**orthogonal, weight_dimension_numbers=_matrices), _scale_by_shape(), *decayed, scaled
-            )
+            return optax.chain(_scale_by_muon(**orthogonal), _scale_by_shape(), *decayed, scaled)
         case "schedule_free_adamw":
             # Without momentum, which the averaging replaces. optax counts from 1 here, and from 0 in the learning rate.
             knobs = given(decay="b2", eps="eps")
@@ -197,9 +196,37 @@ def _scale_by_trust_ratio(least: float | None, most: float | None) -> optax.Grad
     return optax.stateless_with_tree_map(scale)
 
 
-def _matrices(params: PyTree) -> PyTree:
-    """Muon's view of [..., in, out] leaves: the last two dims are a matrix, all others count matrices."""
-    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params)
+def _scale_by_muon(beta: float = 0.95, nesterov: bool = True, mu_dtype: Any = None) -> optax.GradientTransformation:
+    """`optax.contrib.scale_by_muon` of [in, out] or [layers, in, out] leaves, a layer at a time.
+
+    optax takes all layers at once, and with sharded matrices each device would then hold the products X X^T of every layer.
+    """
+
+    def update(grads: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+        count = optax.safe_increment(state.count)
+        mu = optax.tree.update_moment(grads, state.mu, beta, 1)
+        if nesterov:
+            ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+            direction = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, optax.tree.bias_correction(grads, beta, count))
+        else:
+            direction = mu  # orthogonalising forgets the scale, and with it the bias
+        one = functools.partial(_orthogonalize, coefficients=state.ns_coeffs)
+        updates = jax.tree.map(lambda x: jax.lax.map(one, x) if x.ndim == 3 else one(x), direction)
+        return updates, optax.contrib.MuonState(count, optax.tree.cast(mu, mu_dtype), state.ns_coeffs)
+
+    return optax.GradientTransformation(optax.contrib.scale_by_muon(mu_dtype=mu_dtype).init, update)
+
+
+def _orthogonalize(x: jax.Array, coefficients: jax.Array) -> jax.Array:
+    """Five steps of Newton-Schulz (Jordan et al. 2024): the matrix with its singular values brought near 1."""
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / (jnp.linalg.norm(x) + 1e-8)
+    a, b, c = coefficients.astype(x.dtype)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
 
 
 def _scale_by_shape() -> optax.GradientTransformation:
