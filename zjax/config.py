@@ -366,7 +366,7 @@ class OptimizerConfig:
     name: str = "adamw"
     """One of `OPTIMIZER_KNOBS`."""
     learning_rate: float = 3e-4
-    """Peak learning rate."""
+    """Peak learning rate. WarmupDecayLR, OneCycle and LRRangeTest have theirs in `schedule_arguments`, as in DeepSpeed."""
     schedule: str = "constant"
     """After the warm-up: `constant`, `linear` or `cosine`, down to `min_ratio` of the peak at the run's last step; or one of
     DeepSpeed's by its name (`SCHEDULES`), whose arguments are in `schedule_arguments`."""

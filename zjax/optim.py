@@ -50,24 +50,14 @@ def make_optimizer(
     """
     stacked = [unit.prefix for unit in (Unit(u) if isinstance(u, str) else u for u in units) if unit.stacked]
     groups = (*config.groups, ParamGroup(patterns=("*",)))
-    kinds = ("muon", "adamw") if config.name == "muon" else (config.name,)
-    momentum = _cycled_momentum(config, steps)
-    rates = {kind: make_schedule(config, steps) for kind in kinds}
-    if config.adam_learning_rate is not None:
-        require(
-            follows_learning_rate(config),
-            "optimizer.adam_learning_rate",
-            config.adam_learning_rate,
-            f"{config.schedule} takes its rates from optimizer.schedule_arguments, not from a peak; leave it None",
-        )
-        rates["adamw"] = make_schedule(dataclasses.replace(config, learning_rate=config.adam_learning_rate), steps)
+    momentum, rates = _cycled_momentum(config, steps), _rates(config, steps)
 
     def label(kind: str, unit: str, group: int) -> str:
         return "_".join([kind, *([unit] if unit else []), *([f"group{group}"] if group < len(config.groups) else [])])
 
     transformations = {
         label(kind, unit, index): _transformation(kind, config, rates[kind], momentum, group, by_layer=bool(unit))
-        for kind in kinds
+        for kind in rates
         for unit in ("", *(stacked if kind in _BY_LAYER else ()))
         for index, group in enumerate(groups)
     }
@@ -92,6 +82,22 @@ def make_optimizer(
         return jax.tree.unflatten(jax.tree.structure(params), found)
 
     return optax.partition(transformations, labels)
+
+
+def _rates(config: OptimizerConfig, steps: int) -> dict[str, optax.Schedule]:
+    """The learning rate of each kind of update: one, or with muon two."""
+    rate = make_schedule(config, steps)
+    if config.name != "muon":
+        return {config.name: rate}
+    if config.adam_learning_rate is None:
+        return {"muon": rate, "adamw": rate}
+    require(
+        follows_learning_rate(config),
+        "optimizer.adam_learning_rate",
+        config.adam_learning_rate,
+        f"{config.schedule} takes its rates from optimizer.schedule_arguments, not from a peak; leave it None",
+    )
+    return {"muon": rate, "adamw": make_schedule(dataclasses.replace(config, learning_rate=config.adam_learning_rate), steps)}
 
 
 def _cycled_momentum(config: OptimizerConfig, steps: int) -> optax.Schedule | None:
