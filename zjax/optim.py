@@ -2,7 +2,8 @@
 
 Every optimizer is a chain of optax transformations, initialised on the fp32 master weights: moments are float32 whatever
 the compute dtype, but for the first moment where `moment_dtype="bfloat16"` asks for less. 8-bit moments are not
-offered: optax has no such transformation, and no well-kept package adds one (bitsandbytes is torch's).
+offered: optax has no such transformation, and no well-kept package adds one (bitsandbytes is torch's; flashoptim-jax has
+had one release).
 
 What lies stacked is treated as if it did not: where an update depends on a whole matrix (muon's orthogonalisation,
 lamb's trust ratio, adafactor's factors and root mean squares), each layer of a stacked leaf is a matrix of its own.
