@@ -228,6 +228,7 @@ def test_every_section_of_a_run_is_a_config_of_its_own():
 FLOORS = (
     {"fields", "tree"},
     {"config"},
+    {"schedules"},
     {"mesh", "precision", "optim", "interop"},
     {"rules", "describe"},
     {"plan"},
