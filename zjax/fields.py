@@ -16,6 +16,10 @@ class ConfigError(ValueError):
     """A config that cannot be honoured. The message names the knob, its value and what to do."""
 
 
+class NotAvailableError(ConfigError, NotImplementedError):
+    """A config that asks for a feature that is still to come. The message names the feature."""
+
+
 def require(condition: bool, name: str, value: Any, rule: str) -> None:
     """Raises ConfigError with the knob's dotted name, its value and the rule it broke."""
     if not condition:
