@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 import sys
+import types
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 AUTO = "auto"
@@ -47,11 +48,13 @@ class Key:
     """Values of a rejected key, or of one of a feature to come, that ask for nothing."""
     auto: bool = False
     """Whether `auto` is filled in from the config."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Values of a mapped key, in lower case, that raise, and what to use instead."""
 
 
-def mapped(kind: str, *becomes: str, auto: bool = False) -> Key:
+def mapped(kind: str, *becomes: str, auto: bool = False, refused: Mapping[str, str] = types.MappingProxyType({})) -> Key:
     """A key that sets the knobs `becomes`."""
-    return Key(Fate.MAPPED, kind, becomes=becomes, auto=auto)
+    return Key(Fate.MAPPED, kind, becomes=becomes, auto=auto, refused=refused)
 
 
 def no_meaning(kind: str, why: str) -> Key:
@@ -250,8 +253,16 @@ BF16: Mapping[str, Any] = {
     "bf16_optimizer_states": rejected("bool", _MASTER, False),
 }
 
+_NO_ONE_BIT = "1-bit optimizers compress gradients for slow networks, and DeepSpeed refuses them with ZeRO; use {}"
+_NO_MU = "its learning rates go by width; use {} with optimizer.groups and their learning_rate_scale"
+_NO_OPTIMIZERS = {
+    **{name: _NO_ONE_BIT.format("AdamW") for name in ("onebitadam", "zerooneadam")},
+    "onebitlamb": _NO_ONE_BIT.format("Lamb"),
+    **{f"mu{name.lower()}": _NO_MU.format(name) for name in ("Adam", "AdamW", "SGD")},
+}
+
 OPTIMIZER: Mapping[str, Any] = {
-    "type": mapped("text", "optimizer.name"),
+    "type": mapped("text", "optimizer.name", refused=_NO_OPTIMIZERS),
     "legacy_fusion": no_meaning("bool", _COMPILED),
     "params": {
         "lr": mapped("number", "optimizer.learning_rate", auto=True),

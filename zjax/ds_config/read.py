@@ -231,6 +231,8 @@ def _row(path: str, written: str, values: Mapping[str, Any]) -> Row:
         return Row(written, value, Fate.NO_MEANING, "asks for nothing")
     if value == AUTO and not key.auto and key.fate is not Fate.NO_MEANING:
         return Row(written, value, key.fate, "auto is not filled in here, nor by Hugging Face's integration; give a value", wrong=True)
+    if isinstance(value, str) and value.lower() in key.refused:
+        return Row(written, value, Fate.REJECTED, key.refused[value.lower()], wrong=True)
     if key.fate is Fate.MAPPED:
         return Row(written, value, key.fate, ", ".join(key.becomes))
     if key.fate is Fate.NO_MEANING:

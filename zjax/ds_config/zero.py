@@ -43,6 +43,7 @@ def zero_knobs(values: Mapping[str, Any], *, hidden_size: int | None = None, uni
         threshold = 10 * hidden_size
     knobs = {"stage": stage, "persistence_threshold": threshold, "prefetch": int(section.get("stage3_prefetch_bucket_size") != 0)}
     live = section.get("stage3_max_live_parameters")
-    if live is not None and live < 2 * (unit_elements or (live == 0)):
+    two_units = 2 * unit_elements if unit_elements else 1  # of a model that is not known, only a bound of 0 is surely below
+    if live is not None and live < two_units:
         knobs |= {"prefetch": 0, "max_gathered_units": 1}
     return knobs
