@@ -297,17 +297,20 @@ OPTIMIZER: Mapping[str, Any] = {
     },
 }  # fmt: skip
 
-_SCHEDULE = ("optimizer.schedule_arguments",)
+
+def _argument(kind: str, name: str, *, auto: bool = False) -> Key:
+    return mapped(kind, f"optimizer.schedule_arguments.{name}", auto=auto)
+
+
 SCHEDULER: Mapping[str, Any] = {
     "type": mapped("text", "optimizer.schedule"),
     "params": {
         **{
-            name: mapped("number", *_SCHEDULE, auto=True)
+            name: _argument("number", name, auto=True)
             for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
         },
-        "warmup_type": mapped("text", *_SCHEDULE),
         **{
-            name: mapped("number", *_SCHEDULE)
+            name: _argument("number", name)
             for name in (
                 "warmup_min_ratio", "cos_min_ratio",
                 "lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate",
@@ -316,8 +319,9 @@ SCHEDULER: Mapping[str, Any] = {
                 "cycle_min_mom", "cycle_max_mom", "decay_mom_rate",
             )
         },
-        "lr_range_test_staircase": mapped("bool", *_SCHEDULE),
-        "cycle_momentum": mapped("bool", *_SCHEDULE),
+        "warmup_type": _argument("text", "warmup_type"),
+        "lr_range_test_staircase": _argument("bool", "lr_range_test_staircase"),
+        "cycle_momentum": _argument("bool", "cycle_momentum"),
         "last_batch_iteration": rejected("int", "a run resumes its schedule from its checkpoint; leave it out", -1),
     },
 }  # fmt: skip
@@ -394,7 +398,7 @@ OTHER: Mapping[str, Any] = {
         },
     },
     "data_efficiency": {
-        "enabled": rejected("bool", _RESEARCH, False),
+        "enabled": rejected("bool", f"its sampling, curriculum or random-LTD {_RESEARCH}", False),
         "seed": no_meaning("int", "the data order comes from the config's seed"),
         "data_sampling": {
             "enabled": rejected("bool", _RESEARCH, False),

@@ -67,15 +67,17 @@ class DeepSpeedFile:
             lines = [f"{row.key}={shown(row.value)}: {row.text}" for row in wrong]
             raise error("DeepSpeed config: " + "\n  ".join(lines if len(lines) == 1 else [f"{len(lines)} keys cannot be honoured", *lines]))
 
-    def announce(self, below: str = "") -> None:
-        """Warns of deprecated keys, one by one, and of those without meaning, all at once."""
-        rows = [row for row in self.rows if row.key.startswith(below)]
-        for row in rows:
-            if row.fate is Fate.DEPRECATED:
-                warnings.warn(f"DeepSpeed config: {row.key} is deprecated: {row.text}", DeprecationWarning, stacklevel=3)
+    def notes(self, below: str = "") -> list[tuple[type[Warning], str]]:
+        """What to tell of the keys that are deprecated, one by one, and of those that change nothing, all at once."""
+        rows = [row for row in self.rows if row.key.startswith(below) and not row.wrong]
+        old = [(DeprecationWarning, f"{row.key} is deprecated: {row.text}") for row in rows if row.fate is Fate.DEPRECATED]
         idle = [f"{row.key} ({row.text})" for row in rows if row.fate is Fate.NO_MEANING]
-        if idle:
-            warnings.warn("DeepSpeed config: accepted, and change nothing: " + "; ".join(idle), UserWarning, stacklevel=3)
+        return [*old, *([(UserWarning, "accepted, and change nothing: " + "; ".join(idle))] if idle else [])]
+
+    def announce(self, below: str = "") -> None:
+        """Warns of them."""
+        for category, text in self.notes(below):
+            warnings.warn(f"DeepSpeed config: {text}", category, stacklevel=3)
 
 
 def shown(value: Any) -> str:
@@ -120,24 +122,24 @@ def read(source: Source) -> DeepSpeedFile:
     rows: list[Row] = []
     found = list(_walk(load(source), "", rows))
     values: dict[str, Any] = {}
-    names: dict[str, str] = {}
-    for path, written, value in found:
+    as_written: dict[str, tuple[str, Any]] = {}
+    for path, value, written in found:
         if path in values:
-            text = f"is the same key as {names[path]}, which is given too; keep {path}"
-            rows.append(Row(written, value, KEYS[path].fate, text, wrong=True))
+            text = f"is the same key as {as_written[path][0]}, which is given too; keep {path}"
+            rows.append(Row(*written, KEYS[path].fate, text, wrong=True))
         elif not _is_kind(value, KEYS[path].kind) and value != AUTO:
-            rows.append(Row(written, value, KEYS[path].fate, f"must be {_KINDS[KEYS[path].kind]}", wrong=True))
+            rows.append(Row(*written, KEYS[path].fate, f"must be {_KINDS[KEYS[path].kind]}", wrong=True))
         else:
             values[path] = int(value) if KEYS[path].kind in ("int", "size") and isinstance(value, float) else value
-            names[path] = written
-    rows += [_row(path, names[path], values) for path in values]
-    order = {written: place for place, (_, written, _) in enumerate(found)}
+            as_written[path] = written
+    rows += [_row(path, as_written[path], values) for path in values]
+    order = {written: place for place, (_, _, (written, _)) in enumerate(found)}
     active = {path: value for path, value in values.items() if _switched_off(path, values) is None}
     return DeepSpeedFile(active, tuple(sorted(rows, key=lambda row: order.get(row.key, -1))))
 
 
-def _walk(section: Mapping[str, Any], prefix: str, rows: list[Row]) -> Iterator[tuple[str, str, Any]]:
-    """(path under the name of today, path as written, value) of every known key that is not null; other keys become rows."""
+def _walk(section: Mapping[str, Any], prefix: str, rows: list[Row]) -> Iterator[tuple[str, Any, tuple[str, Any]]]:
+    """(path and value under the name of today, and both as written) of every known key that is not null; others become rows."""
     for name, value in section.items():
         written = f"{prefix}{name}"
         path = ALIASES.get(written, written)
@@ -152,14 +154,14 @@ def _walk(section: Mapping[str, Any], prefix: str, rows: list[Row]) -> Iterator[
                 rows.append(Row(written, value, Fate.DEPRECATED, f"{new} is given too; keep that one", wrong=True))
             if not new:
                 continue
-            # DeepSpeed's own reading of the two switches that became sections.
-            if new.startswith("zero_optimization.offload"):
-                value = {"device": "cpu" if value else "none"}
+            if new.startswith("zero_optimization.offload"):  # a switch of old, and a section today
+                yield f"{new}.device", "cpu" if value else "none", (written, value)
+                continue
             path, key = new, KEYS.get(new)
         if value is None:
             continue
         if key is not None:
-            yield path, written, value
+            yield path, value, (written, value)
         elif path in SECTIONS and isinstance(value, Mapping):
             yield from _walk(value, path + ".", rows)
         elif path in SECTIONS:
@@ -219,28 +221,28 @@ def _asks(section: Mapping[str, Any]) -> bool:
     return any(switches) if switches else bool(section)
 
 
-def _row(path: str, written: str, values: Mapping[str, Any]) -> Row:
+def _row(path: str, written: tuple[str, Any], values: Mapping[str, Any]) -> Row:
     """The fate of a key whose value is of the right kind."""
     key, value = KEYS[path], values[path]
     off, switch = _switched_off(path, values), _switch_of(path)
     if off is not None:
-        return Row(written, value, Fate.NO_MEANING, f"{off} is off")
+        return Row(*written, Fate.NO_MEANING, f"{off} is off")
     if path.startswith("zero_optimization.offload_param.") and values.get("zero_optimization.stage", 0) != 3:
-        return Row(written, value, Fate.NO_MEANING, "DeepSpeed offloads parameters at stage 3 only, and ignores this at others")
+        return Row(*written, Fate.NO_MEANING, "DeepSpeed offloads parameters at stage 3 only, and ignores this at others")
     if _harmless(key, value):
-        return Row(written, value, Fate.NO_MEANING, "asks for nothing")
+        return Row(*written, Fate.NO_MEANING, "asks for nothing")
     if value == AUTO and not key.auto and key.fate is not Fate.NO_MEANING:
-        return Row(written, value, key.fate, "auto is not filled in here, nor by Hugging Face's integration; give a value", wrong=True)
+        return Row(*written, key.fate, "auto is not filled in here, nor by Hugging Face's integration; give a value", wrong=True)
     if isinstance(value, str) and value.lower() in key.refused:
-        return Row(written, value, Fate.REJECTED, key.refused[value.lower()], wrong=True)
+        return Row(*written, Fate.REJECTED, key.refused[value.lower()], wrong=True)
     if key.fate is Fate.MAPPED:
-        return Row(written, value, key.fate, ", ".join(key.becomes))
+        return Row(*written, key.fate, ", ".join(key.becomes))
     if key.fate is Fate.NO_MEANING:
-        return Row(written, value, key.fate, key.text)
+        return Row(*written, key.fate, key.text)
     text = f"{key.text} is not available yet" if key.fate is Fate.NOT_YET else key.text
     # The switch of its section is refused already; its details would only repeat that.
     detail = switch is not None and KEYS[switch].fate in (Fate.REJECTED, Fate.NOT_YET)
-    return Row(written, value, key.fate, text, wrong=not detail)
+    return Row(*written, key.fate, text, wrong=not detail)
 
 
 def _harmless(key: Key, value: Any) -> bool:

@@ -85,7 +85,7 @@ def apply(
     file: DeepSpeedFile, base: TrainConfig, *, devices: int, hidden_size: int | None = None, unit_elements: int | None = None
 ) -> TrainConfig:
     """As `from_deepspeed`, of a file that is read and of whose keys none is refused; warns of nothing."""
-    values = _with_batch_filled(file.values, base)
+    values = file.values
     with _naming_keys(values):
         _check_rules(values)
         mesh = _mesh(values, base.mesh)
@@ -152,27 +152,28 @@ def batch_triangle(train: int | None, micro: int | None, steps: int | None, data
     if train != micro * steps * data_degree:
         raise ConfigError(
             f"train_batch_size={train}: is not train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps} x data degree {data_degree}"
-            f" = {micro * steps * data_degree}; the data degree is devices / (tensor x sequence x pipeline). Change one of them, or leave one out"
+            f" = {micro * steps * data_degree} (what is not given is worked out by whole division; the data degree is devices / (tensor x sequence x pipeline));"
+            " change one of them, or leave one out"
         )
     return train, micro, steps
 
 
-def _with_batch_filled(values: Values, base: TrainConfig) -> dict[str, Any]:
-    """The batch sizes without `auto`: those of `base` where no number in the file decides them."""
-    train, micro, steps = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-    numbers = {name: values[name] for name in (train, micro, steps) if values.get(name, AUTO) != AUTO}
-    if values.get(steps) == AUTO and not {train, micro} <= numbers.keys():
-        numbers[steps] = base.accumulation.micro_batches
-    if not {train, micro} & numbers.keys():
-        numbers[train] = base.data.global_batch
-        numbers.setdefault(steps, base.accumulation.micro_batches)
-    return {name: value for name, value in values.items() if name not in (train, micro, steps)} | numbers
-
-
 def _batch(values: Values, base: TrainConfig, data_degree: int) -> tuple[int, int]:
-    """`data.global_batch` and `accumulation.micro_batches`."""
+    """`data.global_batch` and `accumulation.micro_batches`; `auto`, and a batch that the file has not, are those of `base`."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    train, _, steps = batch_triangle(*(values.get(name) for name in names), data_degree)
+    train, micro, steps = (None if values.get(name) == AUTO else values.get(name) for name in names)
+    if steps is None and values.get(names[2]) == AUTO and not (train and micro):
+        steps = base.accumulation.micro_batches
+    if train is not None or micro is not None:
+        train, _, steps = batch_triangle(train, micro, steps, data_degree)
+        return train, steps
+    steps = base.accumulation.micro_batches if steps is None else steps
+    try:
+        train, _, steps = batch_triangle(base.data.global_batch, None, steps, data_degree)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} (the file has no batch size, so train_batch_size is data.global_batch={base.data.global_batch})"
+        ) from None
     return train, steps
 
 
@@ -308,11 +309,11 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value == value // 1 and value >= 1 else value
 
 
-def _knob(config: TrainConfig | None, name: str) -> Any:
+def _knob(config: TrainConfig, name: str) -> Any:
     """The value of a knob by its dotted name."""
     value: Any = config
     for part in name.split("."):
-        value = getattr(value, part)
+        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
     return value
 
 
@@ -323,6 +324,5 @@ def _naming_keys(values: Values) -> Iterator[None]:
         yield
     except ConfigError as error:
         knob = str(error).partition("=")[0]
-        keys = [path for path in values if any(knob == name or knob.startswith(name + ".") for name in KEYS[path].becomes)]
-        exact = [path for path in keys if path.rpartition(".")[2] == knob.rpartition(".")[2]]
-        raise (ConfigError(f"{error} (DeepSpeed config: {', '.join(exact or keys)})") if keys else error) from None
+        keys = ", ".join(path for path in values if knob in KEYS[path].becomes)
+        raise (ConfigError(f"{error} (DeepSpeed config: {keys})") if keys else error) from None

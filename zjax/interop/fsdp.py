@@ -42,7 +42,7 @@ MIXED_PRECISION_DEFAULTS = {
     "param_dtype": None, "reduce_dtype": None, "buffer_dtype": None, "keep_low_precision_grads": False,
     "cast_forward_inputs": False, "cast_root_forward_inputs": True, "_module_classes_to_ignore": (),
 }  # fmt: skip
-"""Fields of FSDP1's MixedPrecision. (torch's ignored class is _BatchNorm, which a pytree of parameters cannot tell.)"""
+"""Fields of FSDP1's MixedPrecision."""
 
 MP_POLICY_DEFAULTS = {"param_dtype": None, "reduce_dtype": None, "output_dtype": None, "cast_forward_inputs": True}
 """Fields of FSDP2's MixedPrecisionPolicy."""
@@ -95,7 +95,8 @@ def from_fsdp1(
         `MIN_NUM_PARAMS`); or the paths of the units, for transformer_auto_wrap_policy and ModuleWrapPolicy.
       backward_prefetch, forward_prefetch: a name of `PREFETCH`, and a bool. zjax gathers a unit ahead in both directions or
         in neither, so either asks for both.
-      mixed_precision: fields of `MIXED_PRECISION_DEFAULTS`. reduce_dtype None is param_dtype.
+      mixed_precision: fields of `MIXED_PRECISION_DEFAULTS`. reduce_dtype None is param_dtype. `_module_classes_to_ignore` are
+        patterns of parameters that stay float32. cast_root_forward_inputs is up to the loss, which gets the batch as it is.
       ignored_modules, ignored_states: patterns of parameter paths, left whole. (Their gradients are reduced all the same.)
       limit_all_gathers: False lifts the bound on units that are whole at once.
       device_mesh: its shape: (shards,), or (replicas, shards) for the hybrid strategies.
@@ -106,9 +107,9 @@ def from_fsdp1(
       ConfigError: an argument that cannot be honoured, and what to use.
       NotAvailableError: CPU offload.
     """
-    strategy = _name(sharding_strategy or "FULL_SHARD")
+    strategy = _name(sharding_strategy or "FULL_SHARD").upper()
     if strategy not in STRATEGIES:
-        raise ConfigError(f"sharding_strategy={strategy!r}: {nearest(strategy.upper(), STRATEGIES)}known: {', '.join(STRATEGIES)}")
+        raise ConfigError(f"sharding_strategy={strategy!r}: {nearest(strategy, map(str.lower, STRATEGIES))}known: {', '.join(STRATEGIES)}")
     _refuse_offload("cpu_offload", _fields(cpu_offload, {"offload_params": False}, "cpu_offload")["offload_params"])
     if process_group is not None:
         raise ConfigError("process_group: a mesh of devices takes its place; give device_mesh=(shards,) or (replicas, shards)")
@@ -121,12 +122,15 @@ def from_fsdp1(
         # Inside no_sync() SHARD_GRAD_OP does not reshard after a backward either.
         zero["reshard_after_backward"] = not (no_sync and "reshard_after_forward" in zero)
     wrap, units = _wrapping(auto_wrap_policy)
+    precision, casts = _precision(mixed_precision)
+    if casts and not units:
+        raise ConfigError("mixed_precision.cast_forward_inputs=True: units cast their inputs; give their paths as auto_wrap_policy")
     config = FSDPConfig(
         mesh=_mesh(device_mesh, hybrid="HYBRID" in strategy, name="device_mesh"),
         zero=ZeroConfig(**zero, ignored=_patterns(ignored_modules, "ignored_modules") + _patterns(ignored_states, "ignored_states")),
-        precision=_precision(mixed_precision),
+        precision=precision,
         accumulation=AccumulationConfig(micro_batches=micro_batches, mode="local" if no_sync and zero["stage"] else "sharded"),
-        units=units,
+        units=tuple(dataclasses.replace(unit, compute=precision.compute) for unit in units) if casts else units,
         wrap_by_size=wrap,
     )
     given = {"param_init_fn": param_init_fn, "device_id": device_id, "sync_module_states": sync_module_states, "use_orig_params": use_orig_params}  # fmt: skip
@@ -169,13 +173,15 @@ def from_fsdp2(calls: Mapping[str, Mapping[str, Any]], *, micro_batches: int = 1
             unit = Unit(
                 path,
                 reshard_after_forward=reshard[path] if reshard[path] != reshard[""] else None,
-                compute=own["param_dtype"] if own["param_dtype"] != policy["param_dtype"] else None,
+                compute=own["param_dtype"],  # also where it is the run's: a unit that names its dtype casts its inputs
                 reduce=own["reduce_dtype"] if own["reduce_dtype"] != policy["reduce_dtype"] else None,
                 output=own["output_dtype"],
             )
             units.append(unit)
     if policy["output_dtype"] is not None:
-        raise ConfigError(f"fully_shard at '': mp_policy.output_dtype={policy['output_dtype']!r}: the loss is float32; cast what the model returns")
+        raise ConfigError(
+            f"fully_shard at '': mp_policy.output_dtype={policy['output_dtype']!r}: the loss is float32; cast what the model returns"
+        )
     ignored = tuple(pattern for call in calls.values() for pattern in _patterns(call.get("ignored_params"), "ignored_params"))
     return FSDPConfig(
         mesh=mesh,
@@ -204,7 +210,7 @@ def _fields(value: Any, defaults: Mapping[str, Any], name: str) -> dict[str, Any
     for field in given:
         if field not in defaults:
             raise ConfigError(f"{name}.{field}: {nearest(field, defaults, name + '.')}known: {', '.join(defaults)}")
-    if not given:
+    if not given and not isinstance(value, Mapping):
         raise ConfigError(f"{name}={value!r}: must be a dictionary with keys {', '.join(defaults)}")
     return {**defaults, **given}
 
@@ -225,7 +231,9 @@ def _mesh(shape: Any, *, hybrid: bool | None, name: str) -> MeshConfig:
     """The mesh of a shape, or of a DeviceMesh that has one; `hybrid` None takes either number of dims."""
     sizes = tuple(getattr(shape, "shape", shape) or ())
     if hybrid and len(sizes) != 2:
-        raise ConfigError(f"{name}={sizes or None}: a hybrid strategy needs (replicas, shards); torch takes a node's GPUs as shards by itself")
+        raise ConfigError(
+            f"{name}={sizes or None}: a hybrid strategy needs (replicas, shards); torch takes a node's GPUs as shards by itself"
+        )
     if hybrid is False and len(sizes) > 1:
         raise ConfigError(f"{name}={sizes}: has two dims; use HYBRID_SHARD or _HYBRID_SHARD_ZERO2")
     if len(sizes) > 2 or not all(isinstance(size, int) for size in sizes):
@@ -258,7 +266,8 @@ def _wrapping(policy: Any) -> tuple[int | None, tuple[Unit, ...]]:
     )
 
 
-def _precision(policy: Any) -> PrecisionConfig:
+def _precision(policy: Any) -> tuple[PrecisionConfig, bool]:
+    """Of a MixedPrecision, and whether units cast their inputs to its param_dtype."""
     fields = _fields(policy, MIXED_PRECISION_DEFAULTS, "mixed_precision")
     compute = _dtype(fields["param_dtype"], "mixed_precision.param_dtype")
     buffers = _dtype(fields["buffer_dtype"], "mixed_precision.buffer_dtype")
@@ -266,14 +275,19 @@ def _precision(policy: Any) -> PrecisionConfig:
         raise ConfigError(f"mixed_precision.buffer_dtype={buffers!r}: buffers keep the dtype the model gives them; cast them there")
     if fields["keep_low_precision_grads"]:
         raise ConfigError("mixed_precision.keep_low_precision_grads=True: the optimizer works in float32 on master weights; leave it False")
-    return PrecisionConfig(compute=compute or "float32", reduce=_dtype(fields["reduce_dtype"], "mixed_precision.reduce_dtype"))
+    # torch's own default: batch norms, of which a pytree of parameters knows nothing.
+    ignored = [each for each in fields["_module_classes_to_ignore"] if _name(each) != "_BatchNorm"]
+    reduce = _dtype(fields["reduce_dtype"], "mixed_precision.reduce_dtype")
+    keep = _patterns(ignored, "mixed_precision._module_classes_to_ignore")
+    precision = PrecisionConfig(compute=compute or "float32", reduce=reduce, keep_float32=keep)
+    return precision, bool(fields["cast_forward_inputs"] and compute)
 
 
 def _mp_policy(call: Mapping[str, Any], path: str) -> dict[str, Any]:
     name = f"fully_shard at {path!r}: mp_policy"
     fields = _fields(call.get("mp_policy"), MP_POLICY_DEFAULTS, name)
-    if not fields["cast_forward_inputs"] and fields["param_dtype"] is not None:
-        raise ConfigError(f"{name}.cast_forward_inputs=False: a unit with a dtype of its own casts its inputs; leave it True")
+    if not fields["cast_forward_inputs"] and fields["param_dtype"] is not None and path:
+        raise ConfigError(f"{name}.cast_forward_inputs=False: a unit that names its dtype casts its inputs; leave it True")
     return {field: _dtype(fields[field], f"{name}.{field}") for field in ("param_dtype", "reduce_dtype", "output_dtype")}
 
 
