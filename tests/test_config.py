@@ -218,6 +218,7 @@ FLOORS = (
     {"fields", "tree"},
     {"ds_config"},
     {"config"},
+    {"schedules"},
     {"mesh", "precision", "optim", "interop"},
     {"rules", "describe"},
     {"plan"},

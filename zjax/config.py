@@ -302,12 +302,12 @@ class PrecisionConfig:
 
 
 OPTIMIZER_KNOBS = {
-    "adamw": ("b1", "b2", "eps", "weight_decay", "moment_dtype"),
-    "adam": ("b1", "b2", "eps", "weight_decay", "moment_dtype"),
+    "adamw": ("b1", "b2", "eps", "weight_decay", "moment_dtype", "bias_correction"),
+    "adam": ("b1", "b2", "eps", "weight_decay", "moment_dtype", "bias_correction"),
     "lion": ("b1", "b2", "weight_decay", "moment_dtype"),
     "adafactor": ("weight_decay",),
-    "adagrad": ("eps", "weight_decay"),
-    "lamb": ("b1", "b2", "eps", "weight_decay"),
+    "adagrad": ("eps", "weight_decay", "initial_accumulator_value"),
+    "lamb": ("b1", "b2", "eps", "weight_decay", "bias_correction", "min_coeff", "max_coeff"),
     "sgd": ("momentum", "nesterov", "weight_decay", "moment_dtype"),
     "muon": ("momentum", "nesterov", "b1", "b2", "eps", "weight_decay", "adam_learning_rate", "moment_dtype"),
     "schedule_free_adamw": ("b1", "b2", "eps", "weight_decay"),
@@ -366,7 +366,7 @@ class ParamGroup:
     learning_rate_scale: float = 1.0
     """What the schedule's learning rate is multiplied with."""
     weight_decay: float | None = None
-    """Decoupled weight decay; None takes `OptimizerConfig.weight_decay`."""
+    """In place of `OptimizerConfig.weight_decay`, and applied as that is; None takes that."""
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.groups.")
@@ -375,6 +375,12 @@ class ParamGroup:
             0 <= self.learning_rate_scale < math.inf,
             "optimizer.groups.learning_rate_scale",
             self.learning_rate_scale,
+            "must be finite and not negative",
+        )
+        require(
+            self.weight_decay is None or 0 <= self.weight_decay < math.inf,
+            "optimizer.groups.weight_decay",
+            self.weight_decay,
             "must be finite and not negative",
         )
 
@@ -401,9 +407,18 @@ class OptimizerConfig:
     b2: float | None = None
     """Decay of the second moment."""
     eps: float | None = None
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment; for `adagrad` to the sum under the root (torch's eps is the root of it)."""
     weight_decay: float | None = None
-    """Weight decay, on every parameter; decoupled, but for `adam`, `adagrad` and `sgd`, where it is added to the gradient (torch)."""
+    """Weight decay, on every parameter; decoupled, but for `adam`, `adagrad` and `sgd`, where it is added to the gradient
+    (torch). The learning rate scales it, but for `adafactor` (optax's weight_decay_rate)."""
+    bias_correction: bool | None = None
+    """Whether Adam's moments are divided by 1 - b^t; DeepSpeed can leave them as they are. None is True."""
+    min_coeff: float | None = None
+    """Least trust ratio of lamb (DeepSpeed min_coeff); None does not bound it."""
+    max_coeff: float | None = None
+    """Largest trust ratio of lamb (DeepSpeed max_coeff); None does not bound it."""
+    initial_accumulator_value: float | None = None
+    """Where adagrad's sum of squares starts: 0.1 in optax, 0 in torch."""
     momentum: float | None = None
     """Momentum of sgd and muon."""
     nesterov: bool | None = None
@@ -411,7 +426,7 @@ class OptimizerConfig:
     adam_learning_rate: float | None = None
     """Peak learning rate of the parameters that muon leaves to adamw; None takes `learning_rate`."""
     moment_dtype: str | None = None
-    """`bfloat16` or `float32`: dtype of the first moment; None is float32."""
+    """`bfloat16` or `float32`: dtype of the first moment; None is float32. The second moment is always float32."""
     groups: tuple[ParamGroup, ...] = ()
     """Parameters with a learning rate or weight decay of their own."""
 
@@ -451,6 +466,27 @@ class OptimizerConfig:
         for knob in ("b1", "b2", "momentum"):
             value = getattr(self, knob)
             require(value is None or 0 <= value < 1, f"optimizer.{knob}", value, "must lie in [0, 1)")
+        for knob in ("eps", "weight_decay", "min_coeff", "max_coeff", "initial_accumulator_value"):
+            value = getattr(self, knob)
+            require(value is None or 0 <= value < math.inf, f"optimizer.{knob}", value, "must be finite and not negative")
+        require(
+            (self.min_coeff or 0) <= (math.inf if self.max_coeff is None else self.max_coeff),
+            "optimizer.min_coeff",
+            self.min_coeff,
+            f"must not be above optimizer.max_coeff={self.max_coeff}",
+        )
+        require(
+            self.name != "sgd" or bool(self.momentum) or not self.nesterov,
+            "optimizer.nesterov",
+            self.nesterov,
+            "needs optimizer.momentum above 0 (as torch.optim.SGD does)",
+        )
+        require(
+            self.name != "schedule_free_adamw" or self.b1 != 0,
+            "optimizer.b1",
+            self.b1,
+            "schedule_free_adamw divides by it; it must be above 0",
+        )
         require(
             self.moment_dtype in (None, "bfloat16", "float32"),
             "optimizer.moment_dtype",

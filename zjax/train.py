@@ -33,8 +33,9 @@ from zjax.metrics import MetricsWriter, draw_loss_curve
 from zjax.models import llama
 from zjax.models.attention import attention
 from zjax.models.sample import sample_tokens
-from zjax.optim import make_optimizer, make_schedule
+from zjax.optim import make_optimizer
 from zjax.plan import Plan, build_plan
+from zjax.schedules import make_schedule
 from zjax.state import TrainState, init_state
 from zjax.step import TrainStep, batch_sharding, check_batch, make_train_step
 
@@ -44,7 +45,7 @@ AGREE_EVERY = 10
 
 def plan_run(config: TrainConfig, mesh: AnyMesh) -> Plan:
     """The plan of a configured run; an abstract mesh is enough."""
-    tx = make_optimizer(config.optimizer, config.steps)
+    tx = make_optimizer(config.optimizer, config.steps, units=llama.UNITS, embeddings=llama.EMBEDDINGS)
     build = functools.partial(build_plan, config.zero, tx=tx, mesh=mesh, precision=config.precision, accumulation=config.accumulation)
     if config.model.preset == "abstract":
         count = config.model.parameters

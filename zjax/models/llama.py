@@ -24,6 +24,9 @@ from zjax.units import fully_shard
 UNITS = ("embed", "layers[*]", "head")
 """What is gathered together: the embedding, each block, the head (with the final norm)."""
 
+EMBEDDINGS = ("embed", "head")
+"""Matrices from and to the vocabulary, which muon leaves to adamw."""
+
 TENSOR_DIMS = {
     "layers/wq": 2, "layers/wk": 2, "layers/wv": 2, "layers/wo": 1,
     "layers/w_gate": 2, "layers/w_up": 2, "layers/w_down": 1,
