@@ -165,7 +165,7 @@ def _walk(section: Mapping[str, Any], prefix: str, rows: list[Row]) -> Iterator[
         elif path in SECTIONS and isinstance(value, Mapping):
             yield from _walk(value, path + ".", rows)
         elif path in SECTIONS:
-            rows.append(Row(written, value, None, "must be a section", wrong=True))
+            rows.append(Row(written, value, Fate.REJECTED, "must be a section", wrong=True))
         else:
             rows.append(Row(written, value, None, _unknown(written, name, prefix), wrong=True))
 

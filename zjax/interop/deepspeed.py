@@ -28,9 +28,9 @@ _ADAM = {"learning_rate": 1e-3, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_dec
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("adamw", _ADAM),
     "adamw": ("adamw", _ADAM),
-    "lamb": ("lamb", _ADAM),
+    "lamb": ("lamb", {**_ADAM, "min_coeff": 0.01, "max_coeff": 10.0}),
     "lion": ("lion", {"learning_rate": 1e-4, "b1": 0.9, "b2": 0.99, "weight_decay": 0.0}),
-    "adagrad": ("adagrad", {"learning_rate": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
+    "adagrad": ("adagrad", {"learning_rate": 1e-2, "eps": 1e-20, "weight_decay": 0.0, "initial_accumulator_value": 0.0}),
     "sgd": ("sgd", {"learning_rate": 1e-3, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}),
     "muon": ("muon", {"learning_rate": 1e-3, "momentum": 0.95, "weight_decay": 0.0}),
 }
@@ -38,7 +38,8 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 _KNOB_OF = {
     "lr": "learning_rate", "eps": "eps", "weight_decay": "weight_decay", "momentum": "momentum", "nesterov": "nesterov",
-    "muon_lr": "learning_rate", "adam_lr": "adam_learning_rate",
+    "bias_correction": "bias_correction", "min_coeff": "min_coeff", "max_coeff": "max_coeff",
+    "initial_accumulator_value": "initial_accumulator_value", "muon_lr": "learning_rate", "adam_lr": "adam_learning_rate",
 }  # fmt: skip
 """Knob by key of `optimizer.params`; of two keys for one knob the particular one comes later and wins."""
 
@@ -267,7 +268,9 @@ def _optimizer(values: Values, base: OptimizerConfig) -> OptimizerConfig:
         knobs |= {knob: beta for knob, beta in zip(("b1", "b2"), betas, strict=True) if beta is not None}
     for key, knob in _KNOB_OF.items():
         value = getattr(base, knob) if params.get(key) == AUTO else params.get(key)
-        knobs |= {knob: value} if value is not None else {}
+        # torch adds adagrad's eps to the root, optax its square below it.
+        squared = key == "eps" and name == "adagrad" and params.get(key) != AUTO and value is not None
+        knobs |= {knob: value**2 if squared else value} if value is not None else {}
     kept = {"learning_rate", "moment_dtype"}
     reset = {knob: None for knobs_of in OPTIMIZER_KNOBS.values() for knob in knobs_of if knob not in kept}
     return dataclasses.replace(base, name=name, **(reset | knobs))
@@ -290,9 +293,17 @@ def _with_schedule(values: Values, optimizer: OptimizerConfig, base: TrainConfig
     params = {path.removeprefix("scheduler.params."): value for path, value in values.items() if path.startswith("scheduler.params.")}
     params.pop("last_batch_iteration", None)
     arguments = {name: auto[name] if value == AUTO else _whole(value) for name, value in params.items()}
+    if "warmup_num_steps" in arguments:
+        arguments["warmup_num_steps"] = max(2, arguments["warmup_num_steps"])  # as DeepSpeed takes it
     for name in REQUIRED_ARGUMENTS.get(kind, ()):
         if name not in arguments:
             raise ConfigError(f"scheduler.params.{name}: {kind} needs it")
+    if kind == "OneCycle" and arguments.get("cycle_momentum", True):
+        # DeepSpeed's cycles the betas, whatever they are, of an optimizer that has them, and of no other.
+        if "b1" in OPTIMIZER_KNOBS[optimizer.name] and "momentum" not in OPTIMIZER_KNOBS[optimizer.name]:
+            optimizer = dataclasses.replace(optimizer, b1=None, b2=None)
+        else:
+            arguments["cycle_momentum"] = False
     return dataclasses.replace(optimizer, schedule=kind, schedule_arguments=arguments, warmup_steps=0, min_ratio=0.0)
 
 

@@ -177,7 +177,8 @@ def vocabulary_markdown() -> str:
         _table(("argument", "why"), [(f"`{name}`", why) for name, why in FSDP1_NO_MEANING.items()]),
         "## DeepSpeed's optimizers",
         _table(("`optimizer.type`", "zjax", "what is not given"), [(f"`{kind}`", f"`{name}`", _code(defaults)) for kind, (name, defaults) in OPTIMIZERS.items()]),
-        "DeepSpeed's Lamb also clamps its trust ratio to [0.01, 10]; optax's does not. `Adam` is AdamW unless `adam_w_mode` is false, as in DeepSpeed; then it is zjax's `adam`. With `torch_adam` AdamW's weight decay is 0.01 where none is given.",
+        "`Adam` is AdamW unless `adam_w_mode` is false, as in DeepSpeed; then it is zjax's `adam`. With `torch_adam` AdamW's weight decay is 0.01 where none is given. "
+        "Adagrad's eps is squared: torch adds it to the root, optax below it. OneCycle cycles the betas of the first four unless `cycle_momentum` is false, whatever they were.",
         "## DeepSpeed's keys",
         "Unknown keys raise, at every level. Names without `stage3_` mean the same: " + ", ".join(f"`{alias.rpartition('.')[2]}`" for alias in ALIASES) + ".",
         _table(("key", "what becomes of it"), [(f"`{path}`", _fate_text(path)) for path in KEYS]),
