@@ -326,6 +326,8 @@ def test_a_file_that_is_no_such_object_raises(tmp_path, text, message):
         ({"fp16": {"enabled": 1}}, "fp16.enabled=1: must be true or false"),
         ({"fp16": {"loss_scale": True}}, "fp16.loss_scale=true: must be a number"),
         ({"fp16": True}, "fp16=true: must be a section"),
+        ({"bfloat16": True}, "bfloat16=true: must be a section"),
+        ({"zero_optimization": {"cpu_offload": "no"}}, 'zero_optimization.cpu_offload="no": must be true or false'),
         ({"optimizer": {"params": {"lr": 1e-3}}}, "optimizer.type: is missing"),
         ({"optimizer": {"type": "Adan"}}, "optimizer.type='Adan': did you mean 'adam'?"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm=1.0: use gradient_clipping"),

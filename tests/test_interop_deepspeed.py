@@ -323,9 +323,9 @@ def test_explain_shows_each_key_its_fate_and_what_it_became(tmp_path, capsys):
 
 
 def test_explain_also_shows_a_file_that_cannot_be_honoured_and_fails(tmp_path, capsys):
-    assert command(tmp_path, {"zero_optimisation": {}, "train_batch_size": 32, "sparse_gradients": True}, "--explain", "--json") == 2
+    assert command(tmp_path, {"train_batch_size": 32, "zero_optimisation": {}, "sparse_gradients": True}, "--explain", "--json") == 2
     out, error = capsys.readouterr()
-    assert [row["fate"] for row in json.loads(out)] == ["unknown", "mapped", "rejected"]
+    assert [row["fate"] for row in json.loads(out)] == ["mapped", "unknown", "rejected"]
     assert "zero_optimisation" in error and "sparse_gradients" in error
 
 

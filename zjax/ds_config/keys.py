@@ -82,8 +82,8 @@ _COMBINED = "a unit's leaves are gathered and scattered by one combined collecti
 _SCHEDULED = "XLA schedules the collectives of a compiled step beside its computation"
 _PREALLOCATED = "XLA assigns every buffer when it compiles the step"
 _COMPILED = "the whole step is one compiled program"
-_LOGGED = "every step is a line of metrics.jsonl; zjax plan and zjax audit show memory and traffic"
-_SCALED = "gradients are divided by the weight of the global batch before they travel"
+_LOGGED = "every step is a line of metrics.jsonl and a TensorBoard event; zjax plan and zjax audit show memory and traffic"
+_SCALED = "it keeps float16 sums in range, which the loss's seed does here; bfloat16 and float32 have the range"
 _MASTER = "the master weights are float32; leave it false, and set optimizer.moment_dtype='bfloat16' for a bfloat16 first moment"
 _ONE_BIT = "belongs to the 1-bit optimizers, which compress gradients; use AdamW or Lamb"
 _AUTOCAST = "dtypes are explicit in JAX; enable bf16 or fp16 instead"
@@ -150,7 +150,7 @@ TOP: Mapping[str, Any] = {
         }.items()
     },
     "allgather_size": deprecated("size", "zero_optimization.allgather_bucket_size"),
-    "bfloat16": deprecated("any", "bf16"),
+    "bfloat16": deprecated("section", "bf16"),
 }  # fmt: skip
 
 ZERO: Mapping[str, Any] = {

@@ -120,7 +120,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read(source: Source) -> DeepSpeedFile:
     """What a file or dictionary says, and the fate of each key. Nothing is raised for a key here: see `DeepSpeedFile.refuse`."""
     rows: list[Row] = []
-    found = list(_walk(load(source), "", rows))
+    file = load(source)
+    found = list(_walk(file, "", rows))
     values: dict[str, Any] = {}
     as_written: dict[str, tuple[str, Any]] = {}
     for path, value, written in found:
@@ -133,9 +134,18 @@ def read(source: Source) -> DeepSpeedFile:
             values[path] = int(value) if KEYS[path].kind in ("int", "size") and isinstance(value, float) else value
             as_written[path] = written
     rows += [_row(path, as_written[path], values) for path in values]
-    order = {written: place for place, (_, _, (written, _)) in enumerate(found)}
+    order = {written: place for place, written in enumerate(_names(file))}
     active = {path: value for path, value in values.items() if _switched_off(path, values) is None}
-    return DeepSpeedFile(active, tuple(sorted(rows, key=lambda row: order.get(row.key, -1))))
+    # Below a section of an old name (bfloat16) keys have the names of today: they come last.
+    return DeepSpeedFile(active, tuple(sorted(rows, key=lambda row: order.get(row.key, len(order)))))
+
+
+def _names(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted path of every key and section, as written, in order."""
+    for name, value in section.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _names(value, f"{prefix}{name}.")
 
 
 def _walk(section: Mapping[str, Any], prefix: str, rows: list[Row]) -> Iterator[tuple[str, Any, tuple[str, Any]]]:
@@ -150,6 +160,9 @@ def _walk(section: Mapping[str, Any], prefix: str, rows: list[Row]) -> Iterator[
         if key is not None and key.fate is Fate.DEPRECATED and value is not None:
             (new,) = key.becomes or ("",)
             rows.append(Row(written, value, Fate.DEPRECATED, f"read as {new}" if new else key.text))
+            if not _is_kind(value, key.kind):
+                rows.append(Row(written, value, Fate.DEPRECATED, f"must be {_KINDS[key.kind]}", wrong=True))
+                continue
             if new.rpartition(".")[2] in section:
                 rows.append(Row(written, value, Fate.DEPRECATED, f"{new} is given too; keep that one", wrong=True))
             if not new:

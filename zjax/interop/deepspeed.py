@@ -268,9 +268,9 @@ def _optimizer(values: Values, base: OptimizerConfig) -> OptimizerConfig:
         knobs |= {knob: beta for knob, beta in zip(("b1", "b2"), betas, strict=True) if beta is not None}
     for key, knob in _KNOB_OF.items():
         value = getattr(base, knob) if params.get(key) == AUTO else params.get(key)
-        # torch adds adagrad's eps to the root, optax its square below it.
-        squared = key == "eps" and name == "adagrad" and params.get(key) != AUTO and value is not None
-        knobs |= {knob: value**2 if squared else value} if value is not None else {}
+        knobs |= {knob: value} if value is not None else {}
+    if name == "adagrad" and params.get("eps", AUTO) != AUTO:
+        knobs["eps"] = params["eps"] ** 2  # torch adds it to the root, optax below it
     kept = {"learning_rate", "moment_dtype"}
     reset = {knob: None for knobs_of in OPTIMIZER_KNOBS.values() for knob in knobs_of if knob not in kept}
     return dataclasses.replace(base, name=name, **(reset | knobs))
@@ -324,7 +324,7 @@ def _knob(config: TrainConfig, name: str) -> Any:
     """The value of a knob by its dotted name."""
     value: Any = config
     for part in name.split("."):
-        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part)
     return value
 
 
