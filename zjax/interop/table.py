@@ -232,7 +232,7 @@ def _fate_text(path: str) -> str:
     told = ", ".join(f"`{name}`" for name in key.becomes) if key.becomes else key.text
     told = f"read as {told}" if key.fate is Fate.DEPRECATED and key.becomes else told
     harmless = [str(value).lower() if isinstance(value, bool) else str(value) for value in key.harmless]
-    return _TEXT_OF_FATE[key.fate].format(told) + (f" (but {' or '.join(dict.fromkeys(harmless))})" if harmless else "")
+    return _TEXT_OF_FATE[key.fate].format(told) + (f"; {' or '.join(dict.fromkeys(harmless))} is fine" if harmless else "")
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
