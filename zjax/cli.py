@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import difflib
 import glob
 import json
@@ -11,6 +12,7 @@ import math
 import os
 import runpy
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,19 +20,25 @@ from typing import Any
 import jax
 import ml_collections
 
-from zjax import train
+from zjax import ds_config, train
 from zjax.audit import Audit, AuditError, audit_recipe
 from zjax.audit.targets import parse_target
-from zjax.config import TrainConfig
+from zjax.config import TrainConfig, Unit
 from zjax.describe import bytes_per_device, spec_text
 from zjax.estimate import traffic_by_link, traffic_per_step
 from zjax.fields import ConfigError, from_dict
 from zjax.guard import NonFiniteError
+from zjax.interop.deepspeed import apply, outcomes
 from zjax.mesh import abstract_mesh
+from zjax.models.llama import UNITS
 from zjax.plan import Plan
+from zjax.tree import matches, named_leaves
 from zjax_command import quiet_stderr
 
 SIMULATED_DEVICES = 8
+
+BATCH_KEYS = {"data.global_batch": "train_batch_size", "accumulation.micro_batches": "gradient_accumulation_steps"}
+"""Fields whose override takes the place of a DeepSpeed file's batch size, so that the others follow from it or contradict it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
             metavar="N",
             help=f"devices to use; without an accelerator they are simulated on the CPU (default {SIMULATED_DEVICES})",
         )
+        made[name].add_argument(
+            "--deepspeed",
+            metavar="JSON",
+            help="a DeepSpeed config, which overrides the config's zero, precision, optimizer, clip and batch",
+        )
+    made["plan"].add_argument("--explain", action="store_true", help="show what becomes of each key of the --deepspeed file, and no plan")
     made["train"].add_argument("--workdir", metavar="DIR", help="where metrics and checkpoints go (default runs/NAME, after the config)")
     targets = "cpu:8, gpu:h100:1x8 (hosts x GPUs a host) or tpu:v5p:4x4x4"
     made["audit"].add_argument("--target", required=True, metavar="T", help=targets)
@@ -119,7 +133,11 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> TrainConfig:
         sys.path.pop(0)
     if not isinstance(values, ml_collections.ConfigDict):
         raise ConfigError(f"--config={path}: get_config() must return an ml_collections.ConfigDict, not {type(values).__name__}")
-    values = values.to_dict()
+    return from_dict(TrainConfig, _overridden(values.to_dict(), overrides))
+
+
+def _overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The nested values, changed in place by `--config.a.b=VALUE`."""
     for override in overrides:
         if not override.startswith("--config.") or "=" not in override:
             raise ConfigError(f"unknown option {override!r}; fields of the config are set with --config.a.b=VALUE")
@@ -131,7 +149,38 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> TrainConfig:
             if not isinstance(section, dict):
                 raise ConfigError(f"{override!r}: {each} is a value, not a section")
         section[key] = parse_value(text)
-    return from_dict(TrainConfig, values)
+    return values
+
+
+def read_deepspeed(path: str, overrides: Sequence[str] = ()) -> ds_config.DeepSpeedFile:
+    """A DeepSpeed file, in which overrides of the batch and of `zero.stage` take the place of what it says of them."""
+    values = ds_config.load(path)
+    set_fields = dict(override.removeprefix("--config.").split("=", 1) for override in overrides if "=" in override)
+    sizes = {*BATCH_KEYS.values(), "train_micro_batch_size_per_gpu"}
+    if any(values.get(key) not in (None, ds_config.AUTO) for key in sizes):
+        values |= {key: parse_value(set_fields[name]) for name, key in BATCH_KEYS.items() if name in set_fields}
+    zero = values.get("zero_optimization")
+    if "zero.stage" in set_fields and isinstance(zero, dict):
+        values["zero_optimization"] = zero | {"stage": parse_value(set_fields["zero.stage"])}
+    return ds_config.read(values)
+
+
+def with_deepspeed(config: TrainConfig, file: ds_config.DeepSpeedFile, overrides: Sequence[str], devices: int) -> TrainConfig:
+    """The config with what a DeepSpeed file says of it, and over both the overrides; ConfigError for any contradiction."""
+    file.refuse()
+    sizes = {"hidden_size": None, "unit_elements": None} if config.model.preset == "abstract" else _model_sizes(config)
+    applied = apply(file, config, devices=devices, **sizes)
+    return from_dict(TrainConfig, _overridden(dataclasses.asdict(applied), overrides))
+
+
+def _model_sizes(config: TrainConfig) -> dict[str, int]:
+    """The width of a config's model, and the elements of its largest unit."""
+    model = train.model_of(config)
+    sizes: Counter[str] = Counter()
+    for path, leaf in named_leaves(jax.eval_shape(model.init, jax.random.key(0))):
+        unit = next((unit for unit in map(Unit, UNITS) if matches(unit.prefix, path)), Unit(""))
+        sizes[unit.path] += math.prod(leaf.shape[int(unit.stacked) :])
+    return {"hidden_size": model.config.d_model, "unit_elements": max(sizes.values())}
 
 
 def parse_value(text: str) -> Any:
@@ -146,9 +195,20 @@ def parse_value(text: str) -> Any:
 
 def _train(arguments: argparse.Namespace, rest: list[str]) -> int:
     config = load_config(arguments.config, rest)
+    file = read_deepspeed(arguments.deepspeed, rest) if arguments.deepspeed else None
     devices = use_devices(arguments.devices)
+    if file is not None:
+        config = with_deepspeed(config, file, rest, len(devices))
+        if jax.process_index() == 0:
+            _tell(arguments.deepspeed, file)
     result = train.run(config, arguments.workdir or Path("runs") / Path(arguments.config).stem, devices=devices)
     return 0 if result.stopped_by is None else 128 + result.stopped_by
+
+
+def _tell(path: str, file: ds_config.DeepSpeedFile) -> None:
+    """Says which keys of a DeepSpeed file are deprecated, and which change nothing and why."""
+    for _, text in file.notes():
+        print(f"--deepspeed={path}: {text}", file=sys.stderr)
 
 
 def use_devices(count: int | None) -> list[jax.Device]:
@@ -166,7 +226,15 @@ def use_devices(count: int | None) -> list[jax.Device]:
 
 def _plan(arguments: argparse.Namespace, rest: list[str]) -> int:
     config = load_config(arguments.config, rest)
+    if arguments.explain and not arguments.deepspeed:
+        raise ConfigError("--explain: explains the keys of a DeepSpeed file; name it with --deepspeed=JSON")
+    file = read_deepspeed(arguments.deepspeed, rest) if arguments.deepspeed else None
     without_accelerator()
+    if file is not None and arguments.explain:
+        return _explain(arguments, config, file, rest)
+    if file is not None:
+        config = with_deepspeed(config, file, rest, _planned_devices(config, arguments.devices))
+        _tell(arguments.deepspeed, file)
     plan = planned(config, arguments.devices)
     report = plan_report(plan)
     if arguments.json:
@@ -176,6 +244,29 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> int:
     for title in ("traffic_per_step", "traffic_by_link"):
         sent = ", ".join(f"{name} {value / 2**20:.2f}" for name, value in report[title].items())
         print(f"MiB a device sends, {title.removeprefix('traffic_').replace('_', ' ')}: {sent}")
+    return 0
+
+
+def _explain(arguments: argparse.Namespace, config: TrainConfig, file: ds_config.DeepSpeedFile, rest: list[str]) -> int:
+    """Prints what becomes of each key of a DeepSpeed file, then raises if the file cannot be honoured."""
+    from rich.console import Console
+    from rich.table import Table
+
+    failure, applied = None, None
+    try:
+        applied = with_deepspeed(config, file, rest, _planned_devices(config, arguments.devices))
+    except ConfigError as error:
+        failure = error
+    rows = [(row.key, row.value, row.fate.value if row.fate else "unknown", row.text) for row in outcomes(file, applied)]
+    if arguments.json:
+        print(json.dumps([dict(zip(("key", "value", "fate", "text"), row, strict=True)) for row in rows]))
+    else:
+        table = Table("key", "value", "fate", "what it becomes, or why not")
+        for key, value, fate, text in rows:
+            table.add_row(key, ds_config.shown(value), fate, text)
+        Console(width=None if sys.stdout.isatty() else 200).print(table)
+    if failure is not None:
+        raise failure
     return 0
 
 

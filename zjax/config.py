@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zjax.fields import Arguments, check_types, nearest, require
+from zjax import ds_config
+from zjax.fields import Arguments, ConfigError, check_types, from_dict, nearest, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +168,31 @@ class ZeroConfig:
         require(
             self.engine in ("auto", "partitioner", "explicit"), "zero.engine", self.engine, "must be 'auto', 'partitioner' or 'explicit'"
         )
+
+    @classmethod
+    def from_deepspeed(cls, source: ds_config.Source, *, hidden_size: int | None = None) -> ZeroConfig:
+        """The `zero_optimization` section of a DeepSpeed config; `zjax.interop.from_deepspeed` makes a whole run of one.
+
+        Warns of keys that are deprecated or change nothing.
+
+        Args:
+          source: path of a JSON file, or its dictionary, with all its sections.
+          hidden_size: width of the model, for stage3_param_persistence_threshold="auto".
+
+        Raises:
+          ConfigError: a key of the section that cannot be honoured, or an unknown one anywhere.
+          NotAvailableError: a key of a feature to come.
+        """
+        file = ds_config.read(source)
+        file.refuse("zero_optimization")
+        size = file.values.get("zero_optimization.mics_shard_size", -1)
+        if size != -1:
+            raise ConfigError(
+                f"zero_optimization.mics_shard_size={size}: sets the mesh too; use MeshConfig(replica=-1, fsdp={size}) and leave it out"
+            )
+        config = from_dict(cls, ds_config.zero_knobs(file.values, hidden_size=hidden_size), "zero.")
+        file.announce("zero_optimization")
+        return config
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,10 @@ class Arguments(dict[str, Any]):
         return hash(frozenset(self.items()))
 
 
+class NotAvailableError(ConfigError, NotImplementedError):
+    """A config that asks for a feature that is still to come. The message names the feature."""
+
+
 def require(condition: bool, name: str, value: Any, rule: str) -> None:
     """Raises ConfigError with the knob's dotted name, its value and the rule it broke."""
     if not condition:
