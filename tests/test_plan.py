@@ -670,3 +670,13 @@ def test_a_key_of_another_kind_is_refused_before_anything_is_made():
     for wrong in (0, jax.random.PRNGKey(0), jax.random.key(0, impl="rbg")):
         with pytest.raises(TypeError, match=r"jax\.random\.key"):
             zjax.init_state(plan, wrong)
+
+
+def test_one_label_may_stand_for_several_parameters():
+    """optax.multi_transform takes labels that are a prefix of the parameters; its state then has no leaf below some of them."""
+    init = lambda key: {"embed": {"a": jnp.ones((16, 4)), "b": jnp.ones(8)}, "head": {"w": jnp.ones((8, 4))}}  # noqa: E731
+    tx = optax.multi_transform({"still": optax.set_to_zero(), "adam": optax.adam(0.1)}, {"embed": "still", "head": "adam"})
+    plan = zjax.build_plan(zjax.ZeroConfig(), init, tx, zjax.abstract_mesh(zjax.MeshConfig(), 8))
+    moments = {leaf.path: leaf.rest.spec for leaf in plan.part("optimizer") if leaf.shape}
+    assert [path.rpartition("inner_state/")[2] for path in moments] == ["0/mu/head/w", "0/nu/head/w"]
+    assert set(moments.values()) == {P("fsdp")}

@@ -393,6 +393,34 @@ def test_micro_batches_are_summed_in_the_dtype_asked_for(engine):
     np.testing.assert_allclose(losses, bf16_losses(), rtol=1e-2)
 
 
+# --- norms and clipping ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("engine", "mesh"), [("partitioner", (2, 4)), ("explicit", (4, 2))])
+def test_gradients_are_clipped_by_value_and_by_norm_and_norms_of_groups_are_logged(engine, mesh):
+    """Against plain jax on one device; a step of SGD at rate 1 shows what the optimizer was given."""
+    plan = plan_of(engine, mesh=mesh, tx=optax.sgd(1.0))
+    start = jax.device_get(zjax.init_state(plan, jax.random.key(0)).params)
+    step = zjax.make_train_step(plan, loss, clip=0.05, clip_value=0.01, norm_groups=("layers", "*kernel"))
+    state, metrics = step(zjax.init_state(plan, jax.random.key(0)), batch_of(0))
+    grads = jax.grad(lambda p: (lambda total, weight: total / weight)(*loss(p, batch_of(0), None)))(start)
+    cut = jax.tree.map(lambda g: jnp.clip(g, -0.01, 0.01), grads)
+    norm = optax.tree.norm(cut)
+    expected = {
+        "grad_norm": optax.tree.norm(grads),
+        "grad_norm_clipped": jnp.minimum(norm, 0.05),
+        "grad_norm/layers": optax.tree.norm(grads["layers"]),
+        "grad_norm/*kernel": optax.tree.norm(grads["head"]),
+    }
+    assert norm > 0.05 and optax.tree.norm(grads) > norm  # both clips do something
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
+    moved = jax.tree.map(lambda a, b: a - b, start, jax.device_get(state.params))
+    jax.tree.map(lambda m, g: np.testing.assert_allclose(m, g * 0.05 / norm, rtol=1e-3, atol=1e-6), moved, cut)
+    with pytest.raises(ValueError, match="norm_groups: pattern 'heads' matches no leaf"):
+        zjax.make_train_step(plan, loss, norm_groups=("heads",))
+
+
 # --- starting from given weights -----------------------------------------------------------------------------------------------
 
 

@@ -333,7 +333,14 @@ def audit_run(config: TrainConfig, target: str, *, keep_hlo: str | None = None, 
     recipe = train.plan_run(config, abstract_mesh(config.mesh, devices)).recipe
     model, batch = train.model_of(config), train.abstract_batch(config)
     return audit_recipe(
-        recipe, model.loss, batch, target=target, mesh=config.mesh, clip=config.clip, compiler_options=compiler_options, keep_hlo=keep_hlo
+        recipe,
+        model.loss,
+        batch,
+        target=target,
+        mesh=config.mesh,
+        **train.step_knobs(config),
+        compiler_options=compiler_options,
+        keep_hlo=keep_hlo,
     )
 
 

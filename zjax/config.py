@@ -573,6 +573,10 @@ class TrainConfig:
     """Seed of the initial weights, the data order and dropout."""
     clip: float | None = 1.0
     """Largest global gradient norm (DeepSpeed gradient_clipping); None does not clip."""
+    clip_value: float | None = None
+    """Largest absolute value of an element of a gradient (torch clip_grad_value_), cut before the norm is; None does not."""
+    norm_groups: tuple[str, ...] = ()
+    """Patterns of parameters whose gradient norm is logged by itself, as `grad_norm/PATTERN`."""
     max_consecutive_skips: int = 20
     """Steps in a row that are skipped because loss or gradients are not finite, after which the run stops; 0 never stops it."""
     frozen: tuple[str, ...] = ()
@@ -597,6 +601,12 @@ class TrainConfig:
         require(self.steps > 0, "steps", self.steps, "must be positive")
         require(0 <= self.seed < 2**32, "seed", self.seed, "must lie in [0, 2**32)")
         require(self.clip is None or 0 < self.clip < math.inf, "clip", self.clip, "must be positive and finite, or None not to clip")
+        require(
+            self.clip_value is None or 0 < self.clip_value < math.inf,
+            "clip_value",
+            self.clip_value,
+            "must be positive and finite, or None not to clip",
+        )
         require(self.max_consecutive_skips >= 0, "max_consecutive_skips", self.max_consecutive_skips, "must be 0 or more steps")
         require(self.remat in ("none", "full", "dots"), "remat", self.remat, "must be 'none', 'full' or 'dots'")
         require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "must be 0 or more")

@@ -469,8 +469,11 @@ def _plan_optimizer(tx: Any, shapes: PyTree, params: PyTree, zero: ZeroConfig, m
     """
 
     def owned(state: PyTree, params: PyTree) -> PyTree:
-        # For each parameter the state may hold an array, a list of them (SM3), or nothing (a masked parameter).
-        return jax.tree.map(lambda owner, part: jax.tree.map(lambda _: owner, part), params, state)
+        # For each parameter the state may hold an array, a list of them (SM3) or nothing, and nothing for a whole subtree
+        # (a label of optax.multi_transform for several parameters): the path says whose a leaf is.
+        owners = dict(jax.tree_util.tree_flatten_with_path(params)[0])
+        owner_of = lambda path: next(owners[path[:n]] for n in range(len(path), -1, -1) if path[:n] in owners)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(lambda path, _: owner_of(path), state)
 
     owners = optax.tree_map_params(tx, owned, shapes, params, transform_non_params=lambda _: _NO_OWNER, is_leaf=lambda _: True)
     flat_owners = jax.tree.leaves(owners, is_leaf=lambda x: isinstance(x, LeafPlan))

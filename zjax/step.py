@@ -8,7 +8,7 @@ that a token counts the same wherever it lands. Metrics are `{name: (sum, weight
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from zjax.optim import clip_factor
 from zjax.plan import Plan, require_devices
 from zjax.precision import update_loss_scale
 from zjax.state import OptState, TrainState, master_tree, optimized_params, state_shardings, state_struct
-from zjax.tree import PyTree, named_leaves
+from zjax.tree import PyTree, matches, named_leaves, require_all_used
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class TrainStep:
     plan: Plan
     loss_fn: LossFn
     clip: float | None
+    clip_value: float | None
+    norm_groups: tuple[str, ...]
     compiler_options: Mapping[str, str] | None
     """As given; None for those of `xla_flags`."""
     jitted: Any
@@ -60,7 +62,13 @@ class TrainStep:
 
 
 def make_train_step(
-    plan: Plan, loss_fn: LossFn, *, clip: float | None = None, compiler_options: Mapping[str, str] | None = None
+    plan: Plan,
+    loss_fn: LossFn,
+    *,
+    clip: float | None = None,
+    clip_value: float | None = None,
+    norm_groups: Sequence[str] = (),
+    compiler_options: Mapping[str, str] | None = None,
 ) -> TrainStep:
     """The train step of a plan: jitted, the state donated, every output pinned to the plan.
 
@@ -69,10 +77,13 @@ def make_train_step(
       loss_fn: see the loss contract above; its parameters come in the compute dtype. `rng` differs by step and
         micro-batch.
       clip: largest global gradient norm, by DeepSpeed's factor max(1, (norm + 1e-6) / clip); None does not clip.
+      clip_value: largest absolute value of any gradient's element, cut before the norm is (torch clip_grad_value_); None
+        does not.
+      norm_groups: patterns of parameters whose gradients' norm is a metric of its own, `grad_norm/PATTERN`, before clipping.
       compiler_options: XLA's settings for this program, by name; by default those of `zjax.xla_flags`.
 
     Raises:
-      ValueError: an abstract mesh, or `mean_loss` with more than one micro-batch.
+      ValueError: an abstract mesh, a pattern of `norm_groups` that names no trained parameter, or `mean_loss` with more than one micro-batch.
       TypeError (when first traced): a loss that does not keep the contract.
     """
     mesh = require_devices(plan)
@@ -86,14 +97,15 @@ def make_train_step(
             "mean_loss in the explicit engine: the mean over one device's rows is not a share of the mean; return (loss_sum, weight), "
             "or build the plan with ZeroConfig(engine='partitioner')"
         )
+    require_all_used(norm_groups, [leaf.name for leaf in plan.trained], "norm_groups")
     jitted = jax.jit(
-        functools.partial(_step, plan, loss_fn, clip),
+        functools.partial(_step, plan, loss_fn, clip, clip_value, tuple(norm_groups)),
         in_shardings=(state_shardings(plan), batch_sharding(plan)),
         out_shardings=(state_shardings(plan), NamedSharding(mesh, P())),
         donate_argnums=0,
         compiler_options=xla_flags(mesh.devices.flat[0].platform, plan) if compiler_options is None else dict(compiler_options),
     )
-    return TrainStep(plan, loss_fn, clip, compiler_options, jitted)
+    return TrainStep(plan, loss_fn, clip, clip_value, tuple(norm_groups), compiler_options, jitted)
 
 
 def batch_sharding(plan: Plan) -> NamedSharding:
@@ -117,7 +129,15 @@ def check_batch(plan: Plan, batch: PyTree) -> None:
         )
 
 
-def _step(plan: Plan, loss_fn: LossFn, clip: float | None, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+def _step(
+    plan: Plan,
+    loss_fn: LossFn,
+    clip: float | None,
+    clip_value: float | None,
+    norm_groups: tuple[str, ...],
+    state: TrainState,
+    batch: PyTree,
+) -> tuple[TrainState, dict[str, jax.Array]]:
     rng = jax.random.fold_in(state.rng, state.step)
     scale = None if state.loss_scale is None else state.loss_scale.scale
     grads, (loss_sum, weight, metrics), divisor = gradients(plan, loss_fn, state.params, batch, rng, scale)
@@ -125,7 +145,11 @@ def _step(plan: Plan, loss_fn: LossFn, clip: float | None, state: TrainState, ba
     grads = jax.tree.map(lambda g: _over(g.astype(jnp.float32), divisor), grads)
     squares = _leaf_squares(plan, grads)
     norm = jnp.sqrt(jnp.sum(squares))
-    factor = clip_factor(norm, clip)
+    clipped = norm
+    if clip_value is not None:
+        grads = jax.tree.map(lambda g: jnp.clip(g, -clip_value, clip_value), grads)
+        clipped = jnp.sqrt(jnp.sum(_leaf_squares(plan, grads)))
+    factor = clip_factor(clipped, clip)
     loss = _over(loss_sum, weight)
     # The weight too: a NaN is not > 0, and would pass for a batch that is masked out.
     applied = jnp.isfinite(norm) & jnp.isfinite(loss) & jnp.isfinite(weight)
@@ -135,7 +159,8 @@ def _step(plan: Plan, loss_fn: LossFn, clip: float | None, state: TrainState, ba
         "loss": loss,
         "weight": weight,
         "grad_norm": norm,
-        "grad_norm_clipped": norm * factor,
+        "grad_norm_clipped": clipped * factor,
+        **{f"grad_norm/{group}": _norm_of(plan, squares, group) for group in norm_groups},
         "step_applied": applied.astype(jnp.float32),
         **_first_nonfinite(squares),
     }
@@ -170,6 +195,11 @@ def _leaf_squares(plan: Plan, grads: PyTree) -> jax.Array:
         return jax.lax.psum(squares, axes) if axes else squares
 
     return jax.shard_map(on_device, mesh=plan.mesh, in_specs=(specs,), out_specs=P(), check_vma=False)(jax.tree.leaves(grads))
+
+
+def _norm_of(plan: Plan, squares: jax.Array, group: str) -> jax.Array:
+    """The norm of the gradients a pattern names."""
+    return jnp.sqrt(sum(squares[i] for i, leaf in enumerate(plan.trained) if matches(group, leaf.name)))
 
 
 def _first_nonfinite(squares: jax.Array) -> dict[str, jax.Array]:

@@ -64,6 +64,11 @@ def plan_run(config: TrainConfig, mesh: AnyMesh) -> Plan:
     return build(model.init, units=llama.UNITS, rules=[rules.tensor_parallel(llama.tensor_dims(model.config))])
 
 
+def step_knobs(config: TrainConfig) -> dict[str, Any]:
+    """What a configured run's step is made with, beside its plan and loss."""
+    return {"clip": config.clip, "clip_value": config.clip_value, "norm_groups": config.norm_groups}
+
+
 def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the global batch of a configured run."""
     shape = (config.data.global_batch, config.data.sequence_length)
@@ -171,7 +176,7 @@ def _loop(
 ) -> tuple[TrainState, int | None]:
     if int(state.step) >= config.steps:
         return state, None
-    step: TrainStep = make_train_step(plan, model.loss, clip=config.clip)
+    step: TrainStep = make_train_step(plan, model.loss, **step_knobs(config))
     schedule = make_schedule(config.optimizer, config.steps)
     start, skipped = int(state.step), int(state.skipped_steps)
     guard = NonFiniteGuard(plan, config.max_consecutive_skips)

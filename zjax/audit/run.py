@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,8 @@ def audit(step: TrainStep, batch: PyTree, *, target: str, mesh: MeshConfig | Non
         target=target,
         mesh=mesh,
         clip=step.clip,
+        clip_value=step.clip_value,
+        norm_groups=step.norm_groups,
         compiler_options=step.compiler_options,
         keep_hlo=keep_hlo,
     )
@@ -67,29 +70,32 @@ def audit_recipe(
     target: str,
     mesh: MeshConfig,
     clip: float | None = None,
+    clip_value: float | None = None,
+    norm_groups: Sequence[str] = (),
     compiler_options: Mapping[str, str] | None = None,
     keep_hlo: str | Path | None = None,
 ) -> Audit:
     """`audit` without a step: from the recipe of a plan. The same arguments and errors otherwise.
 
-    `compiler_options` are as in `make_train_step`.
+    What comes after `mesh` is as in `make_train_step`.
     """
     goal = parse_target(target)
     resolve_degrees(mesh, goal.devices)
     plan = recipe.build(abstract_mesh(mesh, goal.devices))
     check_batch(plan, batch)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    lower = functools.partial(_lower_step, recipe, loss_fn, clip=clip, batch=shapes)
+    knobs = {"clip": clip, "clip_value": clip_value, "norm_groups": tuple(norm_groups)}
+    lower = functools.partial(_lower_step, recipe, loss_fn, knobs=knobs, batch=shapes)
     options = xla_flags(target, plan) if compiler_options is None else compiler_options
     return audit_program(lower, plan, shapes, target=target, mesh=mesh, compiler_options=options, keep_hlo=keep_hlo)
 
 
 def _lower_step(
-    recipe: Recipe, loss_fn: LossFn, mesh: Mesh, *, clip: float | None, batch: PyTree
+    recipe: Recipe, loss_fn: LossFn, mesh: Mesh, *, knobs: Mapping[str, Any], batch: PyTree
 ) -> tuple[jax.stages.Lowered, frozenset[str]]:
     with record_marked() as marked:
         # The compiler's options come with the request; those of this process's own backend would be others.
-        lowered = make_train_step(recipe.build(mesh), loss_fn, clip=clip, compiler_options={}).lower(batch)
+        lowered = make_train_step(recipe.build(mesh), loss_fn, **knobs, compiler_options={}).lower(batch)
     return lowered, frozenset(marked)
 
 
