@@ -90,9 +90,7 @@ LOOPS = {
     "marked": {"marked": True},
 }
 CASES = [
-    (remat, loop, stage, engine)
-    for remat, loop, stage, engine in itertools.product(POLICIES, LOOPS, range(4), ("explicit", "partitioner"))
-    if remat != "none" or "every" not in loop
+    (remat, loop, stage, engine) for remat, loop, stage, engine in itertools.product(POLICIES, LOOPS, range(4), ("explicit", "partitioner"))
 ]
 
 

@@ -557,8 +557,8 @@ class TrainConfig:
     """Values that `names` and `offload` save: of a Llama `block_input`, `query`, `key`, `value`, `attention`, `attention_out`,
     `mlp_gate`, `mlp_up`. Empty is `attention` and `attention_out` for `names`, `block_input` for `offload`."""
     remat_every: int = 1
-    """Only every so many blocks' input is saved; those between are computed again first. It divides the blocks. DeepSpeed's
-    number_checkpoints is the number of blocks divided by this."""
+    """Only the input of every so many blocks is saved (Megatron recompute_num_layers); so many are computed again at once, and
+    `remat` says what is held of each until its backward. One more forward and gathering; divides the number of blocks."""
     sample_tokens: int = 200
     """Tokens of sampled text printed at the end; 0 for none."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -572,6 +572,8 @@ class TrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
+        if self.remat is None:  # as the command line reads `none`
+            object.__setattr__(self, "remat", "none")
         check_types(self, "")
         require(self.steps > 0, "steps", self.steps, "must be positive")
         require(0 <= self.seed < 2**32, "seed", self.seed, "must lie in [0, 2**32)")
@@ -585,12 +587,6 @@ class TrainConfig:
             f"only remat='names' and 'offload' save by name, and remat={self.remat!r}",
         )
         require(self.remat_every > 0, "remat_every", self.remat_every, "must be a positive number of blocks")
-        require(
-            self.remat_every == 1 or self.remat != "none",
-            "remat_every",
-            self.remat_every,
-            "remat='none' recomputes nothing; use remat='full', or 1",
-        )
         require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "must be 0 or more")
         require(
             self.optimizer.warmup_steps <= self.steps,

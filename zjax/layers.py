@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.collectives import LocalParam, gather_value, is_local, reduce_gradient
-from zjax.remat import NamedPolicy, RematPolicy, but_gathered, remat_policy
+from zjax.remat import RematPolicy, but_gathered, remat_policy
 from zjax.tree import PyTree, named_leaves
 from zjax.units import (
     Tracing,
@@ -60,13 +60,13 @@ def scan_layers(
         default the plan's `zero.prefetch`. Where the stage moves nothing layer by layer (0 and 1) there is nothing to do ahead.
       remat: as in `fully_shard`. Without any, with `reshard_after_forward=False` and outside a step, the loop is the
         plain one.
-      every: the input of every so many layers only is saved (Megatron recompute_num_layers); the inputs between are
-        computed again, a group at a time, before a group's backward (Chen et al. 2016). That is one more forward, and one
-        more gathering of each layer. It divides the number of layers.
+      every: only the input of every so many layers is saved (Megatron recompute_num_layers); before the backward of so
+        many, they are computed again as a group, and of each is then held what `remat` saves (Chen et al. 2016). That is
+        one more forward, and one more gathering of each layer. It divides the number of layers.
 
     Raises:
       ValueError: layers of different number, a prefetch other than 0 and 1, an unknown `remat`, an `every` that does not
-        divide the layers or has nothing to recompute.
+        divide the layers.
       TypeError: forward-mode differentiation through the derivative rule.
 
     Returns:
@@ -80,13 +80,9 @@ def scan_layers(
     n, policy = lengths.pop(), remat_policy(remat)
     if every < 1 or n % every:
         raise ValueError(f"scan_layers(at={at!r}): every={every}: must be a positive divisor of the {n} layers")
-    if every > 1 and policy is None:
-        raise ValueError(f"scan_layers(at={at!r}): every={every}: remat={remat!r} recomputes nothing; use remat='full', or every=1")
     tracing: Tracing | None = plan_context.value
     in_step, kept = tracing is not None and tracing.recording is None, False
-    # In a group the values saved on the host are fetched for its recomputing, which need not bring them back there.
-    each = dataclasses.replace(policy, on_host=False) if every > 1 and isinstance(policy, NamedPolicy) else policy
-    loop = functools.partial(_plain, fully_shard(block, at=at, remat=each), args, has_aux)
+    loop = functools.partial(_plain, fully_shard(block, at=at, remat=policy), args, has_aux)
     if tracing is not None and in_step:
         check_shapes(tracing.plan, at, stacked)
         x = cast_stream(tracing.plan, at, x)  # before the loop: what it carries keeps its dtype
@@ -94,10 +90,11 @@ def scan_layers(
         kept = any(leaf.kept_gathered for leaf in leaves)
         moves = any(leaf.moves_by_layer for leaf in leaves)
         if policy is not None and moves and not kept and (tracing.plan.zero.prefetch if prefetch is None else prefetch):
-            loop = functools.partial(_prefetched, tracing, block, but_gathered(each), args, has_aux, at)
+            loop = functools.partial(_prefetched, tracing, block, but_gathered(policy), args, has_aux, at)
     if every == 1 or (tracing is not None and not in_step):
         return loop(stacked, x, per_layer)
-    return _in_groups(loop, but_gathered(policy, keep=kept), stacked, x, per_layer, n // every, has_aux)
+    policy = but_gathered(jax.checkpoint_policies.nothing_saveable, keep=kept)
+    return _in_groups(loop, policy, stacked, x, per_layer, n // every, has_aux)
 
 
 def _in_groups(loop: Any, policy: RematPolicy, stacked: PyTree, x: PyTree, per_layer: PyTree, groups: int, has_aux: bool) -> Any:
