@@ -122,8 +122,8 @@ class ZeroConfig:
     """How data is moved: `partitioner` (XLA's SPMD partitioner, by sharding constraints), `explicit` (collectives written
     out in `shard_map`), or `auto`, which picks one for the plan and says why."""
     prefetch: int = 1
-    """Layers whose weights `scan_layers` gathers ahead: 0 or 1. Takes effect with any `remat` but `none` (FSDP forward_prefetch
-    and BACKWARD_PRE, DeepSpeed stage3_prefetch_bucket_size)."""
+    """Layers whose weights `scan_layers` gathers ahead, forward and backward: 0 or 1 (FSDP forward_prefetch and BACKWARD_PRE,
+    DeepSpeed stage3_prefetch_bucket_size)."""
     max_gathered_units: int | None = None
     """How many units that stand one after the other may be whole at once: gathered in the forward, or with gradients not
     yet scattered in the backward. The explicit engine (without a `tensor` axis) can bound it: None means 2 there, FSDP's

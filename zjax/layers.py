@@ -58,8 +58,8 @@ def scan_layers(
       per_layer: a pytree of arrays with a leading layer dim (keys, flags), or None.
       prefetch: 1 gathers one layer ahead, with this file's derivative rule; 0 is a plain scan over the marked block; by
         default the plan's `zero.prefetch`. Where the stage moves nothing layer by layer (0 and 1) there is nothing to do ahead.
-      remat: as in `fully_shard`. Without any, with `reshard_after_forward=False` and outside a step, the loop is the
-        plain one.
+        With `reshard_after_forward=False` and outside a step the loop is the plain one.
+      remat: as in `fully_shard`.
       every: only the input of every so many layers is saved (Megatron recompute_num_layers); before the backward of so
         many, they are computed again as a group, and of each is then held what `remat` saves (Chen et al. 2016). That is
         one more forward, and one more gathering of each layer. It divides the number of layers.
@@ -89,7 +89,7 @@ def scan_layers(
         leaves = [tracing.plan.params[join(at, name)] for name, _ in named_leaves(stacked, is_leaf=is_local)]
         kept = any(leaf.kept_gathered for leaf in leaves)
         moves = any(leaf.moves_by_layer for leaf in leaves)
-        if policy is not None and moves and not kept and (tracing.plan.zero.prefetch if prefetch is None else prefetch):
+        if moves and not kept and (tracing.plan.zero.prefetch if prefetch is None else prefetch):
             loop = functools.partial(_prefetched, tracing, block, but_gathered(policy), args, has_aux, at)
     if every == 1 or (tracing is not None and not in_step):
         return loop(stacked, x, per_layer)
