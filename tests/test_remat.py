@@ -164,6 +164,21 @@ def test_memory_falls_with_what_is_recomputed():
     assert names - full > (LAYERS - 1) * A_LAYERS_HIDDEN / 2
 
 
+def whole_stacks(remat, **loop):
+    """Arrays of several layers of a whole weight, in what a device has."""
+    return re.findall(rf"\[\d+,(?:{WIDTH},{HIDDEN}|{HIDDEN},{WIDTH})\]", lowered("explicit", remat, **loop).compile().as_text())
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize("loop", ["ahead", "plain, every 2"])
+def test_gathered_parameters_are_never_saved(remat, loop):
+    assert whole_stacks(POLICIES[remat], **LOOPS[loop]) == []
+
+
+def test_gathered_parameters_that_are_saved_would_be_seen():
+    assert whole_stacks("full", keep=True)
+
+
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_name_that_is_saved_is_not_computed_again(prefetch):
     """Matrix products: forward and backward have 2 and 4 a layer; with the loop's own rule the last layer stands by itself."""

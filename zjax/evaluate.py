@@ -82,7 +82,7 @@ def evaluate(step: EvalStep, state: TrainState | PyTree, batches: Iterable[PyTre
     Raises:
       ValueError: no batch, or nothing in them that weighs.
     """
-    total: Sums | None = None
+    total: Any = None
     pending: Sums | None = None
     for batch in batches:
         sums = step(state, batch)

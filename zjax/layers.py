@@ -195,6 +195,7 @@ def _with_rule(layer: Any, policy: RematPolicy, weights_of: Any, reduced: Any, n
 
     def differentiable(*inputs: Any) -> Any:
         """A layer's outputs, and its derivative without what is at hand in the backward: weights, and what layers share."""
+        vjp: Any  # jax's `VJP`: a pytree that holds the arguments it needs apart from all else that was saved
         out, vjp = jax.vjp(recomputed, *inputs)
         return out, dataclasses.replace(vjp, args_res=[None, vjp.args_res[1], None, None])
 

@@ -209,12 +209,13 @@ def _loop(
             # One step behind, so that the host reads metrics while the devices work on the next step.
             if pending is not None:
                 record(*pending)
+            evaluated: dict[str, Any] = {}
             if evaluation and (index + 1) % config.evaluation.every == 0:
                 jax.block_until_ready(metrics)
                 started = time.perf_counter()
-                metrics = metrics | evaluation.of(state)
+                evaluated = evaluation.of(state)
                 clock += time.perf_counter() - started  # no part of the step's time
-            pending = index + 1, metrics
+            pending = index + 1, metrics | evaluated
             if evaluation and evaluation.patience_is_over():
                 break
             if _agreed(caught.number, index) is not None:

@@ -83,9 +83,9 @@ class Corpus:
         if not 0 <= position <= len(self):
             raise IndexError(f"position {position} of a corpus of {len(self)}")
         cut = [position - int(start) for start in self.offsets[:-1]]
-        before = tuple(document[: max(at, 0)] for document, at in zip(self.documents, cut, strict=True) if at > 0)
+        before = tuple(document[:at] for document, at in zip(self.documents, cut, strict=True) if at > 0)
         after = tuple(document[max(at, 0) :] for document, at in zip(self.documents, cut, strict=True) if at < len(document))
-        return tuple(Corpus(documents=part, vocab_size=self.vocab_size, decoder=self.decoder) for part in (before, after))
+        return dataclasses.replace(self, documents=before), dataclasses.replace(self, documents=after)
 
     def unigram_entropy(self) -> float:
         """Nats per token of the corpus' own token frequencies: the loss of a model that knows nothing else."""
