@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from small import compiled_fast, shared_folder
+from small import REPO, compiled_fast, shared_folder
 
 import zjax
-from zjax.config import TrainConfig
+from zjax.config import REMATS, TrainConfig
 from zjax.fields import ConfigError, from_dict
 from zjax.models import llama
 from zjax.remat import names_in
@@ -297,3 +297,13 @@ def test_a_llamas_gradients_are_the_same_whatever_is_saved(knobs):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max()), llama_gradient(**knobs), llama_gradient()
     )
+
+
+@pytest.mark.full
+def test_an_audit_of_each_shows_what_it_costs():
+    """On CPU, where the host's memory is the device's, offloading a block's input is as saving it."""
+    from zjax.cli import audit_run, load_config
+
+    config = str(REPO / "configs" / "llama_tiny.py")
+    temp = {remat: audit_run(load_config(config, [f"--config.remat={remat}"]), "cpu:8").to_json()["temp_bytes"] for remat in REMATS}
+    assert temp["full"] == temp["offload"] < temp["names"] < temp["dots"] < temp["none"]
