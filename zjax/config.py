@@ -127,8 +127,8 @@ class ZeroConfig:
     DeepSpeed stage3_prefetch_bucket_size)."""
     max_gathered_units: int | None = None
     """How many units that stand one after the other may be whole at once: gathered in the forward, or with gradients not
-    yet scattered in the backward. The explicit engine (without a `tensor` axis) can bound it: None means 2 there, FSDP's
-    limit_all_gathers (compare DeepSpeed stage3_max_live_parameters); 0 leaves it to XLA. `prefetch` needs prefetch + 1."""
+    yet scattered in the backward. The explicit engine (without a `tensor` axis) can bound it: None means prefetch + 1 there,
+    FSDP's limit_all_gathers (compare DeepSpeed stage3_max_live_parameters); 0 leaves it to XLA. `prefetch` needs prefetch + 1."""
 
     def __post_init__(self) -> None:
         check_types(self, "zero.")

@@ -211,7 +211,7 @@ def _with_rule(layer: Any, policy: RematPolicy, weights_of: Any, reduced: Any, t
 
     def backward(residuals: Any, gradient: Any) -> Any:
         values, carriers, arrays, per_layer, (inner_kept, last_kept, weights) = residuals
-        gy, gaux, _ = gradient
+        gy, gaux, gafter = gradient
 
         def differentiate(kept: Any, weights: Any, i: Any, gy: Any) -> Any:
             arguments = [weights, kept.args_res[1], arrays, at_layer(per_layer, i)]
@@ -220,6 +220,8 @@ def _with_rule(layer: Any, policy: RematPolicy, weights_of: Any, reduced: Any, t
             return live, gx, _floats(garrays, arrays), _floats(gextra, per_layer)
 
         late, gx, gshared, glast = differentiate(last_kept, weights, n - 1, gy)
+        # Zeros, but not before what comes after the loop is scattered: held through the loop, it would be a unit too many.
+        gx = jax.tree.map(lambda g, after: g if g.dtype == jax.dtypes.float0 else g + after, gx, gafter)
         total = [jnp.zeros_like(carrier) for carrier in carriers]
         put = lambda total, g, i: [jax.lax.dynamic_update_index_in_dim(t, each, i, 0) for t, each in zip(total, g, strict=True)]  # noqa: E731
 
