@@ -32,6 +32,8 @@ from zjax.estimate import traffic_by_link, traffic_per_step
 from zjax.fields import ConfigError
 from zjax.models import llama
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 GPU = "gpu:h100:1x8"
 

@@ -15,6 +15,8 @@ from zjax.audit.compare import COLUMNS, Cell
 from zjax.audit.html import report_html
 from zjax.cli import main
 
+pytestmark = pytest.mark.slow
+
 GPU = "gpu:h100:1x8"
 LLAMA = overrides(size="smaller")
 

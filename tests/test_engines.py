@@ -14,6 +14,8 @@ from zjax.cli import audit_run, load_config
 from zjax.config import MeshConfig
 from zjax.estimate import traffic_per_step
 
+pytestmark = pytest.mark.slow
+
 SEVEN_B = str(REPO / "configs" / "llama2_7b.py")
 GPU = "gpu:h100:1x8"
 MIB = 2**20

@@ -9,6 +9,8 @@ import zjax
 from zjax.audit import audit_recipe
 from zjax.config import MeshConfig
 
+pytestmark = pytest.mark.slow
+
 
 def init(key):
     return {"layers": {"w": jnp.ones((4, 64, 256))}, "head": jnp.ones((256, 8))}

@@ -17,6 +17,8 @@ from zjax import train
 from zjax.checkpoint import Checkpointer
 from zjax.mesh import make_mesh
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(__file__).parent / "train_process.py"
 PROCESSES = 2
 RUNS = {
