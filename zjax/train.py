@@ -128,10 +128,13 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
     workdir = _usable_workdir(Path(workdir))
     checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep)
     meta = _meta(config, model, corpus)
-    resumed_at = checkpointer.latest_step()
+    resumed_at = checkpointer.resumable_step()
     if resumed_at is not None:
         _require_same_run(checkpointer.meta(resumed_at), meta, checkpointer.directory / str(resumed_at))
-    state = checkpointer.restore(plan, resumed_at) if resumed_at is not None else init_state(plan, jax.random.key(config.seed))
+        state = checkpointer.restore(plan)
+        resumed_at = int(state.step)  # an earlier one where the newest is damaged
+    else:
+        state = init_state(plan, jax.random.key(config.seed))
 
     entropy = corpus.unigram_entropy()
     _say(console, summary(plan))
@@ -213,6 +216,7 @@ def _loop(
         task = bar.add_task("train", total=config.steps, completed=start, state="compiling")
         for index, batch in prefetch(batches, batch_sharding(plan), start, config.steps):
             state, metrics = step(state, batch)
+            checkpointer.check()
             # One step behind, so that the host reads metrics while the devices work on the next step.
             if pending is not None:
                 record(*pending)
