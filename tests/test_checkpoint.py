@@ -352,7 +352,7 @@ def changed(**shapes):
             ["scalar"],
         ),
         (changed(odd=None, strange=(5, 7)), ["params/odd: in the checkpoint", "params/strange: missing"], ["scalar"]),
-        (changed(empty=(1, 4)), ["params/empty: missing"], ["odd"]),
+        (changed(empty=(1, 4)), ["params/empty: bfloat16[0, 4] in the checkpoint, bfloat16[1, 4] in the plan"], ["odd"]),
     ],
     ids=["shape", "rank", "missing", "extra", "renamed", "no longer empty"],
 )

@@ -113,6 +113,7 @@ class Checkpointer:
                 f"step {step} cannot be saved: {self.directory} has step {latest}; save into another directory, or remove it"
             )
         self._on_first_process(lambda: self._make_room(step))
+        self._damaged.discard(step)
         leaves = {path: _storable(x) for path, x in named_leaves(state)}
         arrays = {path: x for path, x in leaves.items() if x.size}
         sums = checksum.sums_on_devices(arrays)
@@ -398,13 +399,12 @@ class Checkpointer:
         """The arrays of these sources, verified as stored, then cast to the dtype and sharding that is wanted."""
         folder = self.directory / str(manifest.step)
         stored = {names[source.path]: source.stored for source in found.values() if source.stored.size}
-        problem, arrays = "", {}
-        try:
-            if self._verify != "off" and jax.process_index() == 0 and (damaged := manifests.damaged_files(folder, manifest)):
-                problem = f"files: {'; '.join(damaged[:20])}"
-            arrays = read_arrays(folder, stored, self._concurrent_gb)
-        except Exception as error:
-            problem += f" it cannot be read ({first_line(error)})"
+        problem, arrays = self._file_problem(folder, manifest), {}
+        if not _agree(bool(problem)):
+            try:
+                arrays = read_arrays(folder, stored, self._concurrent_gb)
+            except Exception as error:
+                problem = f"it cannot be read ({first_line(error)})"
         wrong: list[str] = []
         if not _agree(bool(problem)):
             checked = self._checked(manifest, arrays)
@@ -415,11 +415,19 @@ class Checkpointer:
         else:
             problem = problem or "another process found damage"
         if problem or wrong:
-            raise DamagedError(f"{folder} is damaged: {problem.strip()}" + (f"\n  {sources.shown(wrong)}" if wrong else ""))
+            raise DamagedError(f"{folder} is damaged: {problem}" + (f"\n  {sources.shown(wrong)}" if wrong else ""))
         return {
             path: _placed(arrays[names[source.path]], source.wanted) if source.stored.size else _empty(source.wanted)
             for path, source in found.items()
         }
+
+    def _file_problem(self, folder: epath.Path, manifest: Manifest) -> str:
+        if self._verify == "off" or jax.process_index():
+            return ""
+        try:
+            return "; ".join(manifests.damaged_files(folder, manifest)[: sources.SHOWN])
+        except OSError as error:
+            return first_line(error)
 
     def _checked(self, manifest: Manifest, arrays: Mapping[str, Any]) -> list[str]:
         every = sorted(arrays)
