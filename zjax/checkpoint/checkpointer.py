@@ -446,8 +446,8 @@ class Checkpointer:
 
 
 def _none_is_whole(directory: epath.Path, broken: Mapping[int, Any]) -> str:
-    why = "\n  ".join(f"{directory / str(step)}: {found}" for step, found in broken.items())
-    return f"no step in {directory} is whole; remove the directory, or choose another, to begin anew:\n  {why}"
+    why = "; ".join(f"{directory / str(step)}: {found}" for step, found in broken.items())
+    return f"no step in {directory} is whole ({why}); remove it, or choose another, to begin anew"
 
 
 def _best(whole: Mapping[int, Manifest]) -> int | None:

@@ -52,7 +52,7 @@ def pieces(store: ts.TensorStore, piece_bytes: int = PIECE_BYTES) -> Iterator[tu
 
 def blocks(store: ts.TensorStore, piece_bytes: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """First and last index (not included) of parts that are made of whole chunks and hold at most so many bytes, or one chunk."""
-    shape, block = store.shape, list(store.chunk_layout.read_chunk.shape)
+    shape, block = store.shape, list(store.chunk_layout.read_chunk.shape or ())  # None for a scalar
     for dim in reversed(range(len(shape))):
         rest = math.prod(block) // block[dim] * store.dtype.numpy_dtype.itemsize
         chunk = block[dim]
