@@ -1,7 +1,7 @@
 """A process that saves or restores, for tests/test_checkpoint_processes.py: `checkpoint_process.py JSON`.
 
 {"mode": "train", "folder"}: trains a small model with a save at every step, resuming, until it is killed or done. Prints
-{"step", "sums"} of the state it begins with, and `saving` at the first save.
+{"step", "sums"} of the state it begins with, and `saving` at every save.
 {"mode": "exchange", "process", "processes", "devices", "port", "mesh", "stage", "source", "target"}: restores from `source`, or
 without one makes the state, prints its sums, and saves it in `target` if there is one.
 """
@@ -68,8 +68,7 @@ def train(folder):
         state, _ = step(state, batch_of(index))
         checkpointer.check()
         checkpointer.save(state)
-        if index % 10 == 0:
-            print("saving", flush=True)
+        print("saving", flush=True)
     checkpointer.close()
 
 

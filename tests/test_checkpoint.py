@@ -68,7 +68,7 @@ def filled(plan, step=7):
         if path == "step":
             return jax.device_put(np.int32(step), sharding)
         if path == "rng":
-            return jax.device_put(jax.random.key(step), sharding)
+            return jax.jit(lambda: jax.random.key(step), out_shardings=sharding)()
         if np.dtype(x.dtype) == np.int32:
             return jax.device_put(drawn.integers(1, 100, x.shape, np.int32), sharding)
         return jax.device_put(drawn.normal(size=x.shape).astype(x.dtype), sharding)
