@@ -237,7 +237,7 @@ FLOORS = (
     {"units", "checkpoint"},
     {"gradients", "layers", "rows"},
     {"models", "step", "metrics", "guard"},
-    {"audit", "train"},
+    {"audit", "train", "checkpoint_cli"},
     {"cli"},
 )
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}

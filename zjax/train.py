@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from zjax import rules
 from zjax.checkpoint import Checkpointer, CheckpointError
+from zjax.checkpoint.weights import import_params, open_weights, own_names
 from zjax.config import TrainConfig
 from zjax.data import DTYPES, Batches, Corpus, load_corpus, prefetch
 from zjax.describe import summary
@@ -31,7 +32,7 @@ from zjax.flags import xla_flags
 from zjax.guard import NonFiniteError, NonFiniteGuard
 from zjax.mesh import AnyMesh, make_mesh
 from zjax.metrics import MetricsWriter, draw_loss_curve
-from zjax.models import llama
+from zjax.models import huggingface, llama
 from zjax.models.attention import attention
 from zjax.models.sample import sample_tokens
 from zjax.optim import make_optimizer
@@ -164,6 +165,37 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
         return Result(state, losses, stopped_by)
     _report(config, model, corpus, state, losses, entropy, workdir, console)
     return Result(state, losses, None)
+
+
+def import_weights(config: TrainConfig, source: Path, workdir: str | Path, *, devices: list[jax.Device] | None = None) -> None:
+    """Saves step 0 of a run whose parameters are those of `source`: see `zjax import`. Each process reads its own slices.
+
+    Raises:
+      ConfigError: a config, corpus or workdir that cannot be used.
+      CheckpointError: weights that are not those of the configured model; a workdir with checkpoints.
+    """
+    model, plan = model_of(config), plan_run(config, make_mesh(config.mesh, devices))
+    corpus = load_corpus(config.data)
+    tensors = open_weights(source)
+    if huggingface.is_huggingface(tensors):
+        _require_same_model(huggingface.config_of(source), model.config, source)
+        params = import_params(plan, tensors, huggingface.layout(model.config), str(source), huggingface.ignored(model.config, tensors))
+    else:
+        params = import_params(plan, tensors, own_names(plan.params), str(source))
+    checkpointer = Checkpointer(_usable_workdir(Path(workdir)) / "checkpoints")
+    if steps := list(checkpointer.steps()):
+        raise CheckpointError(f"{checkpointer.directory} has step {steps[-1]}; import into another --workdir")
+    checkpointer.save(init_state(plan, jax.random.key(config.seed), params), _meta(config, model, corpus))
+    checkpointer.close()
+
+
+def _require_same_model(theirs: llama.LlamaConfig, ours: llama.LlamaConfig, source: Path) -> None:
+    """CheckpointError for sizes that differ, but for the longest sequence, which may be less than theirs."""
+    for name, value in dataclasses.asdict(theirs).items():
+        mine = getattr(ours, name)
+        if name == "attention" or mine == value or (name == "max_sequence" and mine < value):
+            continue
+        raise CheckpointError(f"{source} has model.{name}={value!r}, the config {mine!r}: set --config.model.{name}={value}")
 
 
 def _loop(
