@@ -40,6 +40,10 @@ class ModelConfig:
     """Positions in the rotary table; `data.sequence_length` may not exceed it."""
     tied: bool | None = None
     """Whether the head shares the embedding's weights."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies."""
+    norm_eps: float | None = None
+    """What RMSNorm adds to the mean square."""
     attention: str | None = None
     """How attention is computed: `auto` (the default: the TPU's or GPU's library kernel where it can, else `chunked`), `plain`
     (T x T scores at once), `chunked` (a block of queries at a time), `splash` (TPU), `cudnn` (GPU). The same function in all."""
@@ -57,7 +61,7 @@ class ModelConfig:
             require(
                 self.parameters is None, "model.parameters", self.parameters, "only model.preset='abstract' takes a number of parameters"
             )
-        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "max_sequence"):
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "max_sequence", "rope_theta", "norm_eps"):
             value = getattr(self, name)
             require(value is None or value > 0, f"model.{name}", value, "must be positive")
         require(

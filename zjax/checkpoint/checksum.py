@@ -65,7 +65,7 @@ def text(first: int, second: int) -> str:
 def sums_of_piece(piece: np.ndarray, start: Sequence[int]) -> tuple[int, int]:
     """Both sums of a part of an array that begins at index `start`; those of the parts add up to those of the array."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        first, second = _jitted_piece(jnp.asarray(piece), np.asarray(start, np.uint32))
+        first, second = _jitted_piece(piece, np.asarray(start, np.uint32))
     return int(first), int(second)
 
 

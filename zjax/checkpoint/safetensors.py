@@ -81,7 +81,7 @@ class Writer:
         assert x.shape == spec.shape, (name, x.shape, spec.shape)
         with path.open("r+b") as file:
             file.seek(offset)
-            file.write(np.ascontiguousarray(x, spec.dtype).data.cast("B") if x.size and x.ndim else x.astype(spec.dtype).tobytes())
+            file.write(np.ascontiguousarray(x, spec.dtype).reshape(-1).view(np.uint8).data)
 
 
 def open_tensors(path: Path) -> dict[str, np.ndarray]:

@@ -30,7 +30,7 @@ FORMATS = ("huggingface", "safetensors", "npz")
 EXPORT_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 FILE_BYTES = 5 * 10**9
 """The most a file of several holds; transformers' own default."""
-EXPORT_PIECE_BYTES = 8 * 2**20
+EXPORT_PIECE_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _import_leaf(plan: Plan, tensors: Mapping[str, Any], entry: Entry, leaf: Any
     def part(tensor: str, index: tuple[slice, ...]) -> np.ndarray:
         return tensors[tensor][index[::-1]].T if entry.transposed else tensors[tensor][index]
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: Any) -> np.ndarray:
         if not entry.stacked:
             return np.asarray(part(entry.tensors[0], index))
         return np.stack([part(tensor, index[1:]) for tensor in entry.tensors[index[0]]])
