@@ -85,7 +85,7 @@ def _sums(x: jax.Array, start: Any) -> Lanes:
     mixed = tuple(_mix(words ^ _keys(words.shape, start, lane[0]), *lane[1:]) for lane in LANES)
     # One reduction of both: two would read the array twice on the CPU.
     zero = np.uint32(0)
-    return lax.reduce(mixed, (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), tuple(range(words.ndim)))  # type: ignore[return-value]
+    return lax.reduce(mixed, (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), tuple(range(words.ndim)))
 
 
 _jitted_piece = jax.jit(_sums)

@@ -103,7 +103,7 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length < path.stat().st_size else None
+            header: Any = json.loads(file.read(length)) if length < path.stat().st_size else None
         return {name: _tensor(path, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no whole safetensors file ({error})") from error

@@ -95,11 +95,13 @@ def export_safetensors(
     }
     writer = Writer(folder, specs, file_bytes=file_bytes, metadata={"format": made_for})
     for name, entry in layout.items():
-        whole = read_leaf(step, paths[name], manifest.leaves[paths[name]])
-        for index, tensor in enumerate(entry.tensors):
-            part = whole[index] if entry.stacked else whole
-            writer.put(tensor, part.T if entry.transposed else part)
-        del whole
+        _write_leaf(writer, entry, read_leaf(step, paths[name], manifest.leaves[paths[name]]))
+
+
+def _write_leaf(writer: Writer, entry: Entry, leaf: np.ndarray) -> None:
+    for index, tensor in enumerate(entry.tensors):
+        part = leaf[index] if entry.stacked else leaf
+        writer.put(tensor, part.T if entry.transposed else part)
 
 
 def export_npz(step: epath.Path, manifest: Manifest, file: Path) -> None:
