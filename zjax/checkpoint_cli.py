@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import jax.numpy as jnp
 from etils import epath
 from rich.console import Console
 from rich.table import Table
@@ -29,8 +29,8 @@ from zjax.models.llama import LlamaConfig
 DIR = "a directory of checkpoints, a run's --workdir, or one step's folder"
 
 
-def add_commands(commands: Any) -> None:
-    """Adds `checkpoint` and `export` to the parser's commands."""
+def add_commands(commands: Any, prepare: Callable[[], None]) -> None:
+    """Adds `checkpoint` and `export` to the parser's commands; `prepare` starts jax for them."""
     checkpoint = commands.add_parser(
         "checkpoint", help="list, show, verify and compare checkpoints", description="Look at checkpoints; nothing is changed."
     )
@@ -47,7 +47,7 @@ def add_commands(commands: Any) -> None:
         if name == "diff":
             verb.add_argument("other", metavar="OTHER", help="the same, to compare with")
         verb.add_argument("--json", action="store_true", help="print JSON instead of text")
-        verb.set_defaults(run=_without_rest(run))
+        verb.set_defaults(run=_without_rest(run, prepare))
     export = commands.add_parser(
         "export", help="weights to safetensors or .npz", description="Write a checkpoint's weights for others to read."
     )
@@ -57,13 +57,14 @@ def add_commands(commands: Any) -> None:
     export.add_argument("--format", choices=FORMATS, default="huggingface", help=f"{formats} (default huggingface)")
     export.add_argument("--dtype", choices=list(EXPORT_DTYPES), default="float32", help="of the tensors (default float32)")
     export.add_argument("--file-bytes", type=int, default=FILE_BYTES, metavar="N", help=f"the most one file holds (default {FILE_BYTES:,})")
-    export.set_defaults(run=_without_rest(_export))
+    export.set_defaults(run=_without_rest(_export, prepare))
 
 
-def _without_rest(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace, list[str]], int]:
+def _without_rest(run: Callable[[argparse.Namespace], int], prepare: Callable[[], None]) -> Callable[[argparse.Namespace, list[str]], int]:
     def checked(arguments: argparse.Namespace, rest: list[str]) -> int:
         if rest:
             raise ValueError(f"unknown option {rest[0]!r}")
+        prepare()
         return run(arguments)
 
     return checked
@@ -92,13 +93,7 @@ def one_step(given: str) -> tuple[epath.Path, Manifest]:
 
 def leaf_bytes(leaf: Leaf) -> int:
     """Bytes of a leaf's elements."""
-    return math.prod(leaf.shape) * np.dtype(_dtype(leaf)).itemsize
-
-
-def _dtype(leaf: Leaf) -> Any:
-    import jax.numpy as jnp
-
-    return jnp.dtype(leaf.dtype)
+    return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
 
 
 def _list(arguments: argparse.Namespace) -> int:

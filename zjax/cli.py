@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="JSON",
             help="a DeepSpeed config, which overrides the config's zero, precision, optimizer, clip and batch",
         )
-    add_commands(commands)
+    add_commands(commands, without_accelerator)
     imported = commands.add_parser(
         "import", help="weights from safetensors or .npz", description="Make a run's first checkpoint, step 0, from weights; `zjax train` goes on from it."
     )  # fmt: skip
