@@ -127,7 +127,7 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
         raise ConfigError(f"model.vocab_size={model.config.vocab_size}: the corpus has {corpus.vocab_size} tokens; raise it to that")
     batches = Batches(corpus, config.data.global_batch, config.data.sequence_length, config.seed)
     workdir = _usable_workdir(Path(workdir))
-    checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep)
+    checkpointer = _checkpointer(config, workdir)
     meta = _meta(config, model, corpus)
     resumed_at = checkpointer.resumable_step()
     if resumed_at is not None:
@@ -182,7 +182,7 @@ def import_weights(config: TrainConfig, source: Path, workdir: str | Path, *, de
         params = import_params(plan, tensors, huggingface.layout(model.config), str(source), huggingface.ignored(model.config, tensors))
     else:
         params = import_params(plan, tensors, own_names(plan.params), str(source))
-    checkpointer = Checkpointer(_usable_workdir(Path(workdir)) / "checkpoints")
+    checkpointer = _checkpointer(config, _usable_workdir(Path(workdir)))
     if steps := list(checkpointer.steps()):
         raise CheckpointError(f"{checkpointer.directory} has step {steps[-1]}; import into another --workdir")
     checkpointer.save(init_state(plan, jax.random.key(config.seed), params), _meta(config, model, corpus))
@@ -260,6 +260,11 @@ def _loop(
         if pending is not None:
             record(*pending)
     return state, _agreed(caught.number, 0) if int(state.step) < config.steps else None
+
+
+def _checkpointer(config: TrainConfig, workdir: Path) -> Checkpointer:
+    knobs = {name: getattr(config.checkpoint, name) for name in ("keep", "keep_every", "verify", "chunk_bytes", "concurrent_gb")}
+    return Checkpointer(workdir / "checkpoints", **knobs)
 
 
 def _save(checkpointer: Checkpointer, state: TrainState, meta: dict[str, Any]) -> None:

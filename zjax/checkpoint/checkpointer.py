@@ -8,6 +8,7 @@ name at once, when all is written. Every process writes its own shards, replicas
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import time
 import warnings
@@ -31,12 +32,12 @@ from zjax.checkpoint.lock import Lock
 from zjax.checkpoint.manifest import Manifest, ManifestError
 from zjax.checkpoint.reading import damaged_leaves, first_line, quiet, read_arrays
 from zjax.checkpoint.sources import Source
+from zjax.config import VERIFY
 from zjax.plan import Plan
 from zjax.precision import init_loss_scale
 from zjax.state import TrainState, init_params, init_state, state_struct
 from zjax.tree import matches, named_leaves, require_all_used
 
-VERIFY = ("full", "sampled", "off")
 SAMPLED = 8
 """`verify="sampled"` checks one in so many leaves, others at every step number."""
 
@@ -70,7 +71,7 @@ class Checkpointer:
         keep_every: int = 0,
         keep_best: bool = False,
         verify: str = "full",
-        chunk_bytes: int | None = None,
+        chunk_bytes: int = 64 * 2**20,
         concurrent_gb: int = 32,
     ):
         """Nothing is made before the first save.
@@ -81,8 +82,7 @@ class Checkpointer:
           keep_every: steps that this divides stay too; 0 for none.
           keep_best: whether the step with the lowest `loss` (see `save`), the first of several, stays too.
           verify: what a restore checks against the checksums: `full`; `sampled`, one leaf in 8; `off`.
-          chunk_bytes: the most that is stored as one piece. By default a shard is one; less lets a reader that wants less
-            than a shard read less.
+          chunk_bytes: the most that is stored as one piece, which is read as a whole whoever wants a part of it.
           concurrent_gb: how much may be written or read at once, in GB of host memory.
         """
         if verify not in VERIFY:
@@ -106,6 +106,7 @@ class Checkpointer:
           CheckpointError: the directory has this step or a later one, so that the new one would not be the newest; another
             run writes there; the save before this one failed.
         """
+        described = json.loads(json.dumps(dict(meta or {})))  # what cannot be written raises here, not in the background
         self.wait()
         step, latest = int(state.step), self.latest_step()
         if latest is not None and latest >= step:
@@ -118,7 +119,7 @@ class Checkpointer:
         arrays = {path: x for path, x in leaves.items() if x.size}
         sums = checksum.sums_on_devices(arrays)
         structs = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in leaves.items()}
-        self._pending = _Pending(step, structs, list(arrays), sums, dict(meta or {}), loss)
+        self._pending = _Pending(step, structs, list(arrays), sums, described, loss)
         arguments = {path: ocp.SaveArgs(chunk_byte_size=self._chunk_bytes) for path in arrays}
         with quiet(), self._saving(step):
             self._writer.save(self.directory / str(step), args=ocp.args.PyTreeSave(arrays, save_args=arguments))
