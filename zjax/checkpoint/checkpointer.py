@@ -127,8 +127,12 @@ class Checkpointer:
     def check(self) -> None:
         """Raises what a background write raised since the last call; waits for nothing."""
         if self._opened is not None:
-            with self._saving(self._pending.step if self._pending else None):
-                self._opened.check_for_errors()
+            try:
+                with self._saving(self._pending.step if self._pending else None):
+                    self._opened.check_for_errors()
+            except CheckpointError:
+                self._pending = None  # it is no saved step, nor will it be
+                raise
 
     def wait(self) -> None:
         """Returns when every save is on disk and what need not stay is removed; raises what a background write raised."""

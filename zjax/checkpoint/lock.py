@@ -41,6 +41,8 @@ class Lock:
         holder = self._read()
         if holder is not None and holder["token"] != self._owner["token"]:
             who = f"process {holder['pid']} on {holder['host']}"
+            if holder["pid"] == os.getpid() and holder["host"] == self._owner["host"]:
+                raise CheckpointError(f"{self._file.parent} is being written by another Checkpointer of this process: close() it first")
             if _may_live(holder):
                 raise CheckpointError(
                     f"{self._file.parent} is being written by another run, {who}: save into another directory, "
@@ -108,8 +110,6 @@ class Lock:
 def _may_live(holder: dict[str, Any]) -> bool:
     if holder["host"] != socket.gethostname():
         return time.time() - holder["beat"] < STALE_SECONDS
-    if holder["pid"] == os.getpid():
-        return True  # another Checkpointer of this process
     if holder["started"] is None:
         return _exists(holder["pid"])
     return _started(holder["pid"]) == holder["started"]  # the number may be another process's by now
