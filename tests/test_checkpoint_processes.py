@@ -12,11 +12,16 @@ from pathlib import Path
 import jax
 import pytest
 from checkpoint_process import STEPS, batch_of, sums_of, train_pieces
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from small import compiled_fast, environment, shared_folder
 from test_checkpoint import filled, plan_on
 from test_processes import free_port
 
 from zjax.checkpoint import Checkpointer
+from zjax.checkpoint.reading import spread
+from zjax.config import MeshConfig
+from zjax.mesh import make_mesh
 from zjax.state import init_state
 
 WORKER = str(Path(__file__).parent / "checkpoint_process.py")
@@ -80,6 +85,21 @@ def test_a_run_killed_at_random_instants_goes_on_bit_for_bit(never_killed, tmp_p
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_a_run_killed_at_forty_random_instants_goes_on_bit_for_bit(never_killed, tmp_path, cache, seed):
     check_kills(never_killed, tmp_path, cache, 10, seed)
+
+
+def test_what_is_replicated_is_read_once():
+    """Split over the axes that hold replicas, on the dims that are left: no process reads what another reads."""
+    mesh = make_mesh(MeshConfig(replica=2, fsdp=4))
+    for spec, shape, expected in [
+        (P(), (16, 6), P(("replica", "fsdp"))),
+        (P(None, "fsdp"), (6, 16), P("replica", "fsdp")),
+        (P("fsdp"), (4, 3), P("fsdp")),
+        (P("fsdp"), (8, 3), P(("fsdp", "replica"))),
+        (P(), (3, 2), P(None, "replica")),
+        (P(), (), P()),
+    ]:
+        found = spread(NamedSharding(mesh, spec), shape)
+        assert found.is_equivalent_to(NamedSharding(mesh, expected), len(shape)), (spec, shape, found.spec)
 
 
 # --- processes ----------------------------------------------------------------------------------------------------------

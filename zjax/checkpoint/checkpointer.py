@@ -30,7 +30,7 @@ from zjax.checkpoint import manifest as manifests
 from zjax.checkpoint.errors import CheckpointError, DamagedError
 from zjax.checkpoint.lock import Lock
 from zjax.checkpoint.manifest import Manifest, ManifestError
-from zjax.checkpoint.reading import damaged_leaves, first_line, quiet, read_arrays
+from zjax.checkpoint.reading import damaged_leaves, first_line, quiet, read_arrays, spread
 from zjax.checkpoint.sources import Source
 from zjax.config import VERIFY
 from zjax.plan import Plan
@@ -404,6 +404,8 @@ class Checkpointer:
         """The arrays of these sources, verified as stored, then cast to the dtype and sharding that is wanted."""
         folder = self.directory / str(manifest.step)
         stored = {names[source.path]: source.stored for source in found.values() if source.stored.size}
+        if jax.process_count() > 1:
+            stored = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spread(x.sharding, x.shape)) for path, x in stored.items()}
         problem, arrays = self._file_problem(folder, manifest), {}
         if not _agree(bool(problem)):
             try:

@@ -13,9 +13,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zjax.checkpoint import checksum
 from zjax.checkpoint.manifest import Manifest
+from zjax.mesh import spec_axes
+from zjax.tree import Shape
 
 PIECE_BYTES = 64 * 2**20
 """What is read at once on one CPU, unless a stored chunk is larger."""
@@ -38,6 +42,22 @@ def read_arrays(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct], 
     arguments = {path: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype) for path, x in wanted.items()}
     with quiet():
         return handler.restore(folder, args=ocp.args.PyTreeRestore(dict(wanted), restore_args=arguments, partial_restore=True))
+
+
+def spread(sharding: NamedSharding, shape: Shape) -> NamedSharding:
+    """The sharding split further over the mesh axes that hold replicas, as far as dims divide.
+
+    Read so, a replicated array is read once by all processes together, and gathered over the network, not by each of them from
+    the file system.
+    """
+    entries = [spec_axes(P(entry)) for entry in (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))]
+    parts = [math.prod(sharding.mesh.shape[axis] for axis in axes) for axes in entries]
+    for axis, size in sharding.mesh.shape.items():
+        free = [dim for dim, length in enumerate(shape) if length % (parts[dim] * size) == 0]
+        if size > 1 and free and not any(axis in axes for axes in entries):
+            dim = max(free, key=lambda dim: shape[dim] // parts[dim])
+            entries[dim], parts[dim] = (*entries[dim], axis), parts[dim] * size
+    return NamedSharding(sharding.mesh, P(*(axes or None for axes in entries)), memory_kind=sharding.memory_kind)
 
 
 def open_leaf(folder: epath.Path, path: str) -> ts.TensorStore:
