@@ -6,6 +6,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import time
 import warnings
 from pathlib import Path
@@ -19,6 +20,9 @@ from test_checkpoint import filled, plan_on, restore, save
 from zjax.checkpoint import Checkpointer, CheckpointError, DamagedError
 from zjax.checkpoint import manifest as manifests
 from zjax.checkpoint.lock import LOCK
+
+# A read that fails leaves coroutines of Orbax's that nobody waits for.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 def init_larger(key):
@@ -330,3 +334,37 @@ def test_a_failed_write_surfaces_and_older_steps_stay(tmp_path, request, surface
         opened.close()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
     assert_same_state(restore(tmp_path, plan, 1), filled(plan, 1))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_told_and_the_older_steps_are_good(small_disk):
+    def init(key):
+        return {"w": jax.random.normal(key, (256, 512))}
+
+    plan = plan_on("8", 3, init=init)  # 2 bytes a parameter, and 12 of master and moments: 1.8 MB a step
+    opened = Checkpointer(small_disk)
+    for step in (1, 2):
+        opened.save(filled(plan, step))
+        opened.wait()
+    opened.save(filled(plan, 3))
+    with pytest.raises(CheckpointError, match=r"step 3 could not be saved in .*(No space left|full).*earlier steps are as they were"):
+        opened.wait()
+    for step in (1, 2):
+        assert_same_state(restore(small_disk, plan, step), filled(plan, step))
+    (small_disk / "1" / "manifest.json").unlink()
+    shutil.rmtree(small_disk / "1")
+    opened.save(filled(plan, 3))  # room again: the remains of the failed save are gone
+    opened.close()
+    assert sorted(path.name for path in small_disk.iterdir()) == ["2", "3"]
+    assert_same_state(restore(small_disk, plan), filled(plan, 3))
