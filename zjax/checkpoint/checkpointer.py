@@ -19,27 +19,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from zjax.checkpoint import checksum, sources
+from zjax.checkpoint import checksum, restoring, sources
 from zjax.checkpoint import manifest as manifests
 from zjax.checkpoint.errors import CheckpointError, DamagedError
 from zjax.checkpoint.lock import Lock
 from zjax.checkpoint.manifest import Manifest, ManifestError
-from zjax.checkpoint.reading import damaged_leaves, first_line, quiet, read_arrays, spread
+from zjax.checkpoint.reading import first_line, quiet
 from zjax.checkpoint.sources import Source
 from zjax.config import VERIFY
 from zjax.plan import Plan
 from zjax.precision import init_loss_scale
 from zjax.state import TrainState, init_params, init_state, state_struct
 from zjax.tree import matches, named_leaves, require_all_used
-
-SAMPLED = 8
-"""`verify="sampled"` checks one in so many leaves, others at every step number."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ class Checkpointer:
             )
         self._on_first_process(lambda: self._make_room(step))
         self._damaged.discard(step)
-        leaves = {path: _storable(x) for path, x in named_leaves(state)}
+        leaves = {path: restoring.storable(x) for path, x in named_leaves(state)}
         arrays = {path: x for path, x in leaves.items() if x.size}
         sums = checksum.sums_on_devices(arrays)
         structs = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in leaves.items()}
@@ -320,7 +315,7 @@ class Checkpointer:
           DamagedError: the step's files are not what was saved; it names the leaves.
         """
         struct = state_struct(plan)
-        wanted = {path: _storable_struct(x) for path, x in named_leaves(struct)}
+        wanted = {path: restoring.storable_struct(x) for path, x in named_leaves(struct)}
 
         def restored(step: int) -> TrainState:
             manifest, where = self._required(step), str(self.directory / str(step))
@@ -334,7 +329,8 @@ class Checkpointer:
                 else {}
             )
             leaves = [
-                _usable(arrays[path] if path in arrays else jax.device_put(fresh[path], x.sharding), x) for path, x in named_leaves(struct)
+                restoring.usable(arrays[path] if path in arrays else jax.device_put(fresh[path], x.sharding), x)
+                for path, x in named_leaves(struct)
             ]
             return jax.tree.unflatten(jax.tree.structure(struct), leaves)
 
@@ -401,44 +397,8 @@ class Checkpointer:
         raise CheckpointError(f"no checkpoint in {self.directory}")
 
     def _read(self, manifest: Manifest, found: Mapping[str, Source], names: Mapping[str, str]) -> dict[str, jax.Array]:
-        """The arrays of these sources, verified as stored, then cast to the dtype and sharding that is wanted."""
         folder = self.directory / str(manifest.step)
-        stored = {names[source.path]: source.stored for source in found.values() if source.stored.size}
-        if jax.process_count() > 1:
-            stored = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spread(x.sharding, x.shape)) for path, x in stored.items()}
-        problem, arrays = self._file_problem(folder, manifest), {}
-        if not _agree(bool(problem)):
-            try:
-                arrays = read_arrays(folder, stored, self._concurrent_gb)
-            except Exception as error:
-                problem = f"it cannot be read ({first_line(error)})"
-        wrong: list[str] = []
-        if not _agree(bool(problem)):
-            checked = self._checked(manifest, arrays)
-            sums = checksum.checksums({path: arrays[path] for path in checked})
-            wrong = [f"{path}: its checksum is {sums[path]}, {manifest.leaves[path].checksum} was saved" for path in checked if sums[path] != manifest.leaves[path].checksum]  # fmt: skip
-        elif jax.process_index() == 0:
-            wrong = [f"{path}: {what}" for path, what in damaged_leaves(folder, manifest, set(stored))]
-        else:
-            problem = problem or "another process found damage"
-        if problem or wrong:
-            raise DamagedError(f"{folder} is damaged: {problem}" + (f"\n  {sources.shown(wrong)}" if wrong else ""))
-        return {
-            path: _placed(arrays[names[source.path]], source.wanted) if source.stored.size else _empty(source.wanted)
-            for path, source in found.items()
-        }
-
-    def _file_problem(self, folder: epath.Path, manifest: Manifest) -> str:
-        if self._verify == "off" or jax.process_index():
-            return ""
-        try:
-            return "; ".join(manifests.damaged_files(folder, manifest)[: sources.SHOWN])
-        except OSError as error:
-            return first_line(error)
-
-    def _checked(self, manifest: Manifest, arrays: Mapping[str, Any]) -> list[str]:
-        every = sorted(arrays)
-        return {"full": every, "sampled": every[manifest.step % SAMPLED :: SAMPLED], "off": []}[self._verify]
+        return restoring.read(folder, manifest, found, names, verify=self._verify, concurrent_gb=self._concurrent_gb)
 
     def _on_first_process(self, action: Any) -> None:
         """Runs it in one process; all raise where it raises."""
@@ -448,7 +408,7 @@ class Checkpointer:
                 action()
             except Exception as caught:
                 error = caught
-        if _agree(error is not None):
+        if restoring.agree(error is not None):
             raise error or CheckpointError(f"{self.directory}: the first process cannot write there; its own error says why")
 
 
@@ -460,39 +420,3 @@ def _none_is_whole(directory: epath.Path, broken: Mapping[int, Any]) -> str:
 def _best(whole: Mapping[int, Manifest]) -> int | None:
     losses = {step: manifest.loss for step, manifest in whole.items() if manifest.loss is not None}
     return min(losses, key=lambda step: (losses[step], step), default=None)
-
-
-def _agree(problem: bool) -> bool:
-    """Whether any process has a problem; the same in all."""
-    if jax.process_count() == 1:
-        return problem
-    return bool(np.max(multihost_utils.process_allgather(np.int32(problem))))
-
-
-def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _storable(x: jax.Array) -> jax.Array:
-    return jax.random.key_data(x) if _is_key(x) else x
-
-
-def _storable_struct(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    if not _is_key(x):
-        return x
-    data = jax.eval_shape(jax.random.key_data, x)
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
-
-
-def _usable(x: jax.Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.random.wrap_key_data(x) if _is_key(struct) else x
-
-
-def _placed(x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    if x.dtype == wanted.dtype and x.sharding.is_equivalent_to(wanted.sharding, x.ndim):
-        return x
-    return jax.jit(lambda x: x.astype(wanted.dtype), out_shardings=wanted.sharding)(x)
-
-
-def _empty(struct: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.jit(lambda: jnp.zeros(struct.shape, struct.dtype), out_shardings=struct.sharding)()
