@@ -18,13 +18,15 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, re.S)
 
 
-def test_the_python_snippet_shards_over_8_devices_and_audits_itself(tmp_path):
-    (snippet,) = blocks("python")
-    (tmp_path / "snippet.py").write_text(snippet)
+def test_the_python_snippets_shard_over_8_devices_audit_themselves_and_save(tmp_path):
+    """The second goes on where the first ends."""
+    first, second = blocks("python")
+    (tmp_path / "snippet.py").write_text(first + second)
     run = subprocess.run([sys.executable, "snippet.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert "stage 3 (ZeRO-3, FULL_SHARD) on fsdp 8" in run.stdout and "(-, fsdp)" in run.stdout
     assert "on cpu:8" in run.stdout and "findings: none" in run.stdout
+    assert [path.name for path in (tmp_path / "runs" / "ckpt").iterdir()] == ["1"]
 
 
 def commands():

@@ -304,6 +304,21 @@ def test_the_half_of_a_killed_save_is_not_taken_for_a_checkpoint_and_does_not_st
     assert saved_steps(tmp_path) == ["4", "6"]
 
 
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(straight, corpus, tmp_path):
+    """And comes to the same end; the damaged one stays beside the one that takes its name."""
+    shutil.copytree(straight[1], tmp_path, dirs_exist_ok=True)
+    data = max(
+        (path for path in (tmp_path / "checkpoints" / "6").rglob("*") if path.parent.name == "d"), key=lambda path: path.stat().st_size
+    )
+    data.write_bytes(data.read_bytes()[:-1000] + bytes(1000))
+    with pytest.warns(UserWarning, match="6"):
+        result = run_quietly(six_steps(corpus), tmp_path)
+    assert_same_state(result.state, straight[0].state)
+    assert result.losses == straight[0].losses
+    assert column(tmp_path, "step") == [1, 2, 3, 4, 5, 6]
+    assert saved_steps(tmp_path) == ["4", "6", "6.damaged-1"]
+
+
 @pytest.mark.parametrize(
     "sections",
     [

@@ -1,4 +1,4 @@
-"""The `zjax` command: train, plan, audit, compare. Other tools read its options and JSON; keep them stable."""
+"""The `zjax` command: train, plan, audit, compare, checkpoint, export, import. Other tools read its options and JSON; keep them stable."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ import ml_collections
 from zjax import ds_config, train
 from zjax.audit import Audit, AuditError, audit_recipe
 from zjax.audit.targets import parse_target
+from zjax.checkpoint_cli import add_commands
 from zjax.config import TrainConfig, Unit
 from zjax.describe import bytes_per_device, spec_text
 from zjax.estimate import traffic_by_link, traffic_per_step
@@ -93,6 +94,15 @@ def _parser() -> argparse.ArgumentParser:
             metavar="JSON",
             help="a DeepSpeed config, which overrides the config's zero, precision, optimizer, clip and batch",
         )
+    add_commands(commands, without_accelerator)
+    imported = commands.add_parser(
+        "import", help="weights from safetensors or .npz", description="Make a run's first checkpoint, step 0, from weights; `zjax train` goes on from it."
+    )  # fmt: skip
+    imported.add_argument("source", metavar="SOURCE", help="a folder of LlamaForCausalLM in Hugging Face's layout, or safetensors or .npz in zjax's names")  # fmt: skip
+    imported.add_argument("--config", required=True, metavar="FILE", help="the run's config; set any field with --config.a.b=VALUE")
+    imported.add_argument("--workdir", metavar="DIR", help="the run's directory (default runs/NAME, after the config)")
+    imported.add_argument("--devices", type=int, metavar="N", help="devices to use")
+    imported.set_defaults(run=_import)
     made["plan"].add_argument("--explain", action="store_true", help="show what becomes of each key of the --deepspeed file, and no plan")
     made["train"].add_argument("--workdir", metavar="DIR", help="where metrics and checkpoints go (default runs/NAME, after the config)")
     targets = "cpu:8, gpu:h100:1x8 (hosts x GPUs a host) or tpu:v5p:4x4x4"
@@ -203,6 +213,14 @@ def _train(arguments: argparse.Namespace, rest: list[str]) -> int:
             _tell(arguments.deepspeed, file)
     result = train.run(config, arguments.workdir or Path("runs") / Path(arguments.config).stem, devices=devices)
     return 0 if result.stopped_by is None else 128 + result.stopped_by
+
+
+def _import(arguments: argparse.Namespace, rest: list[str]) -> int:
+    config = load_config(arguments.config, rest)
+    devices = use_devices(arguments.devices)
+    workdir = Path(arguments.workdir or Path("runs") / Path(arguments.config).stem)
+    train.import_weights(config, Path(arguments.source), workdir, devices=devices)
+    return 0
 
 
 def _tell(path: str, file: ds_config.DeepSpeedFile) -> None:

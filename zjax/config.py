@@ -40,6 +40,10 @@ class ModelConfig:
     """Positions in the rotary table; `data.sequence_length` may not exceed it."""
     tied: bool | None = None
     """Whether the head shares the embedding's weights."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies."""
+    norm_eps: float | None = None
+    """What RMSNorm adds to the mean square."""
     attention: str | None = None
     """How attention is computed: `auto` (the default: the TPU's or GPU's library kernel where it can, else `chunked`), `plain`
     (T x T scores at once), `chunked` (a block of queries at a time), `splash` (TPU), `cudnn` (GPU). The same function in all."""
@@ -57,7 +61,7 @@ class ModelConfig:
             require(
                 self.parameters is None, "model.parameters", self.parameters, "only model.preset='abstract' takes a number of parameters"
             )
-        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "max_sequence"):
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "max_sequence", "rope_theta", "norm_eps"):
             value = getattr(self, name)
             require(value is None or value > 0, f"model.{name}", value, "must be positive")
         require(
@@ -548,6 +552,10 @@ class DataConfig:
         require(bool(self.path), "data.path", self.path, "must name a file, a directory or 'stdlib'")
 
 
+VERIFY = ("full", "sampled", "off")
+"""How much of a checkpoint is compared with its checksums."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When to save, and how many to keep."""
@@ -556,11 +564,23 @@ class CheckpointConfig:
     """Optimizer steps between saves; 0 saves at the end and on SIGTERM or Ctrl-C only."""
     keep: int = 2
     """The newest checkpoints that are kept; with evaluation the best one beside them (`evaluation.keep_best`)."""
+    keep_every: int = 0
+    """Checkpoints of steps that this divides are kept for good; 0 for none."""
+    verify: str = "full"
+    """What a resume checks against the checksums: `full`; `sampled`, one leaf in 8; `off`."""
+    chunk_bytes: int = 64 * 2**20
+    """The most bytes of an array stored as one piece, which is read as a whole."""
+    concurrent_gb: int = 32
+    """How much may be written or read at once, in GB of host memory."""
 
     def __post_init__(self) -> None:
         check_types(self, "checkpoint.")
         require(self.every >= 0, "checkpoint.every", self.every, "must be 0 or more steps")
         require(self.keep > 0, "checkpoint.keep", self.keep, "must be positive")
+        require(self.keep_every >= 0, "checkpoint.keep_every", self.keep_every, "must be 0 or more steps")
+        require(self.verify in VERIFY, "checkpoint.verify", self.verify, f"must be one of {', '.join(VERIFY)}")
+        require(self.chunk_bytes > 0, "checkpoint.chunk_bytes", self.chunk_bytes, "must be positive")
+        require(self.concurrent_gb > 0, "checkpoint.concurrent_gb", self.concurrent_gb, "must be positive")
 
 
 REMATS = ("none", "full", "dots", "names", "offload")

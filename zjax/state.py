@@ -109,6 +109,17 @@ def init_state(plan: Plan, rng: jax.Array, params: PyTree = None) -> TrainState:
     return jax.jit(functools.partial(_init, plan), out_shardings=state_shardings(plan))(rng, params)
 
 
+def init_params(plan: Plan, rng: jax.Array) -> PyTree:
+    """The parameters that `init_state` draws with this key, in float32, each where its leaf rests."""
+    shardings = jax.tree.unflatten(plan.params_treedef, [plan.sharding(leaf.rest) for leaf in plan.part("params")])
+    draw = lambda rng: _float32(plan.recipe.init_fn(jax.random.split(rng)[0]))  # noqa: E731
+    return jax.jit(draw, out_shardings=shardings)(rng)
+
+
+def _float32(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
 def _check_params(plan: Plan, params: PyTree) -> None:
     given = {name: jnp.shape(x) for name, x in named_leaves(params)}
     for name in dict.fromkeys([*plan.params, *given]):
@@ -125,7 +136,7 @@ def lower_init(plan: Plan) -> jax.stages.Lowered:
 def _init(plan: Plan, rng: jax.Array, given: PyTree = None) -> TrainState:
     params_key, state_key = jax.random.split(rng)
     leaves = plan.part("params")
-    drawn = [x.astype(jnp.float32) for x in jax.tree.leaves(plan.recipe.init_fn(params_key) if given is None else given)]
+    drawn = jax.tree.leaves(_float32(plan.recipe.init_fn(params_key) if given is None else given))
     optimized = [x for leaf, x in zip(leaves, drawn, strict=True) if leaf.trained]
     return TrainState(
         step=jnp.zeros((), jnp.int32),

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from zjax import rules
 from zjax.checkpoint import Checkpointer, CheckpointError
+from zjax.checkpoint.weights import import_params, open_weights, own_names
 from zjax.config import TrainConfig
 from zjax.data import DTYPES, Batches, Corpus, EvalBatches, hold_out, load_corpus, prefetch
 from zjax.describe import summary
@@ -33,7 +34,7 @@ from zjax.flags import xla_flags
 from zjax.guard import NonFiniteError, NonFiniteGuard
 from zjax.mesh import AnyMesh, make_mesh
 from zjax.metrics import MetricsWriter, draw_loss_curve, model_flops
-from zjax.models import llama
+from zjax.models import huggingface, llama
 from zjax.models.attention import attention
 from zjax.models.sample import sample_tokens
 from zjax.optim import make_optimizer
@@ -133,15 +134,16 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
         raise ConfigError(f"model.vocab_size={model.config.vocab_size}: the corpus has {vocab_size} tokens; raise it to that")
     batches = Batches(corpus, config.data.global_batch, config.data.sequence_length, config.seed)
     workdir = _usable_workdir(Path(workdir))
-    keep_best = bool(config.evaluation.every) and config.evaluation.keep_best
-    checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=keep_best)
+    checkpointer = _checkpointer(config, workdir)
     meta = _meta(config, model, corpus)
-    resumed_at = checkpointer.latest_step()
+    resumed_at = checkpointer.resumable_step()
     if resumed_at is not None:
-        saved = checkpointer.meta(resumed_at)
-        _require_same_run(saved, meta, checkpointer.directory / str(resumed_at))
-        meta["evaluation"] = saved.get("evaluation", meta["evaluation"])
-    state = checkpointer.restore(plan, resumed_at) if resumed_at is not None else init_state(plan, jax.random.key(config.seed))
+        _require_same_run(checkpointer.meta(resumed_at), meta, checkpointer.directory / str(resumed_at))
+        state = checkpointer.restore(plan)
+        resumed_at = int(state.step)  # an earlier one where the newest is damaged
+        meta["evaluation"] = checkpointer.meta(resumed_at).get("evaluation", meta["evaluation"])
+    else:
+        state = init_state(plan, jax.random.key(config.seed))
 
     entropy = corpus.unigram_entropy()
     _say(console, summary(plan))
@@ -176,6 +178,37 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
         return Result(state, losses, stopped_by, Watch(**meta["evaluation"]))
     _report(config, model, corpus, state, losses, entropy, workdir, console)
     return Result(state, losses, None, Watch(**meta["evaluation"]))
+
+
+def import_weights(config: TrainConfig, source: Path, workdir: str | Path, *, devices: list[jax.Device] | None = None) -> None:
+    """Saves step 0 of a run whose parameters are those of `source`: see `zjax import`. Each process reads its own slices.
+
+    Raises:
+      ConfigError: a config, corpus or workdir that cannot be used.
+      CheckpointError: weights that are not those of the configured model; a workdir with checkpoints.
+    """
+    model, plan = model_of(config), plan_run(config, make_mesh(config.mesh, devices))
+    corpus, _ = hold_out(load_corpus(config.data), config.data, config.evaluation)
+    tensors = open_weights(source)
+    if huggingface.is_huggingface(tensors):
+        _require_same_model(huggingface.config_of(source), model.config, source)
+        params = import_params(plan, tensors, huggingface.layout(model.config), str(source), huggingface.ignored(model.config, tensors))
+    else:
+        params = import_params(plan, tensors, own_names(plan.params), str(source))
+    checkpointer = _checkpointer(config, _usable_workdir(Path(workdir)))
+    if steps := list(checkpointer.steps()):
+        raise CheckpointError(f"{checkpointer.directory} has step {steps[-1]}; import into another --workdir")
+    checkpointer.save(init_state(plan, jax.random.key(config.seed), params), _meta(config, model, corpus))
+    checkpointer.close()
+
+
+def _require_same_model(theirs: llama.LlamaConfig, ours: llama.LlamaConfig, source: Path) -> None:
+    """CheckpointError for sizes that differ, but for the longest sequence, which may be less than theirs."""
+    for name, value in dataclasses.asdict(theirs).items():
+        mine = getattr(ours, name)
+        if name == "attention" or mine == value or (name == "max_sequence" and mine < value):
+            continue
+        raise CheckpointError(f"{source} has model.{name}={value!r}, the config {mine!r}: set --config.model.{name}={value}")
 
 
 def _loop(
@@ -231,6 +264,7 @@ def _loop(
         task = bar.add_task("train", total=config.steps, completed=start, state="compiling")
         for index, batch in prefetch(batches, batch_sharding(plan), start, config.steps):
             state, metrics = step(state, batch)
+            checkpointer.check()
             # One step behind, so that the host reads metrics while the devices work on the next step.
             if pending is not None:
                 record(*pending)
@@ -294,6 +328,12 @@ def _same_everywhere(value: float) -> float:
 def _model_flops(plan: Plan, flops_per_token: float, tokens_per_second: float) -> dict[str, float]:
     """`tflops_per_device` and, on a known chip, `mfu`."""
     return model_flops(tokens_per_second, flops_per_token, plan.mesh.size, chip_of_kind(jax.devices()[0].device_kind))
+
+
+def _checkpointer(config: TrainConfig, workdir: Path) -> Checkpointer:
+    knobs = {name: getattr(config.checkpoint, name) for name in ("keep", "keep_every", "verify", "chunk_bytes", "concurrent_gb")}
+    keep_best = bool(config.evaluation.every) and config.evaluation.keep_best
+    return Checkpointer(workdir / "checkpoints", keep_best=keep_best, **knobs)
 
 
 def _save(checkpointer: Checkpointer, state: TrainState, meta: dict[str, Any], loss: float | None = None) -> None:

@@ -1,3 +1,4 @@
 """Saving and restoring the train state."""
 
-from zjax.checkpoint.checkpointer import Checkpointer, CheckpointError
+from zjax.checkpoint.checkpointer import Checkpointer
+from zjax.checkpoint.errors import CheckpointError, DamagedError

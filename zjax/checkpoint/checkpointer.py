@@ -1,13 +1,17 @@
 """Sharded checkpoints of the train state on Orbax; the plan of the run that restores decides placement.
 
-A checkpoint holds one array per leaf, under the leaf's path in the train state, and a JSON of what made it. Arrays of
-no elements are not written (Orbax refuses them) but made again from the plan.
+A step is a folder `DIR/STEP`: one array per leaf in Orbax's OCDBT format, under the leaf's path in the train state, and a
+manifest with checksums (see `zjax.checkpoint.manifest`), without which the step does not exist. The folder comes under its
+name at once, when all is written. Every process writes its own shards, replicas are written once, nothing is gathered.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import json
+import re
+import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,198 +19,404 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import NamedSharding
 
+from zjax.checkpoint import checksum, restoring, sources
+from zjax.checkpoint import manifest as manifests
+from zjax.checkpoint.errors import CheckpointError, DamagedError
+from zjax.checkpoint.lock import Lock
+from zjax.checkpoint.manifest import Manifest, ManifestError
+from zjax.checkpoint.reading import first_line, quiet
+from zjax.checkpoint.sources import Source
+from zjax.config import VERIFY
 from zjax.plan import Plan
-from zjax.state import TrainState, state_struct
-from zjax.tree import named_leaves
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be restored into a plan. The message names the leaves and what differs."""
-
-
-LOSS = "loss"
-
-
-def _loss_of(metrics: Any) -> float:
-    return metrics[LOSS]
+from zjax.precision import init_loss_scale
+from zjax.state import TrainState, init_params, init_state, state_struct
+from zjax.tree import matches, named_leaves, require_all_used
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """Which checkpoints stay, for Orbax: the newest so many, and the first of the lowest loss beside them."""
+class _Pending:
+    """A save that is being written."""
 
-    newest: int | None
-    best: bool
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        if self.newest is None:
-            return [True] * len(checkpoints)
-        steps = [info.step for info in sorted(checkpoints, key=lambda info: info.step)]
-        kept = set(steps[-self.newest :])
-        rated = [(_loss_of(info.metrics), info.step) for info in checkpoints if info.metrics]
-        if self.best and rated:
-            kept.add(min(rated)[1])
-        return [info.step in kept for info in checkpoints]
+    step: int
+    leaves: dict[str, Any]
+    """Arrays' shapes, dtypes and shardings, by path; those without elements too."""
+    summed: list[str]
+    sums: jax.Array | None
+    meta: dict[str, Any]
+    loss: float | None
 
 
 class Checkpointer:
     """Saves and restores train states in one directory, a subdirectory a step.
 
-    Saving is asynchronous: arrays are copied before `save` returns (donating the state afterwards is safe) and
-    written in the background; a failed write raises at the next `save`, `wait` or `close`.
+    Saving is asynchronous: arrays are copied before `save` returns (donating the state afterwards is safe) and written in
+    the background. A failed write raises at the next `check`, `save`, `wait` or `close`, and the older steps stay.
+    Reading changes nothing. In a run of several processes each calls every method, with the same arguments.
     """
 
-    def __init__(self, directory: str | Path, *, keep: int | None = None, keep_best: bool = False):
-        """Args: the directory, made on the first save; `keep`, how many of the newest steps stay (all by default);
-        `keep_best`, whether that with the lowest `loss` (see `save`) stays beside them."""
-        self.directory = Path(directory).absolute()
-        self._kept = _Kept(keep, keep_best)
-        self._opened: ocp.CheckpointManager | None = None
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int | None = None,
+        keep_every: int = 0,
+        keep_best: bool = False,
+        verify: str = "full",
+        chunk_bytes: int = 64 * 2**20,
+        concurrent_gb: int = 32,
+    ):
+        """Nothing is made before the first save.
 
-    @property
-    def _manager(self) -> ocp.CheckpointManager:
-        if self._opened is None:
-            # A killed process leaves a half-written step under a temporary name, as large as a checkpoint.
-            options = ocp.CheckpointManagerOptions(
-                preservation_policy=self._kept,
-                best_fn=_loss_of,  # without it Orbax does not write a checkpoint's loss beside it
-                create=True,
-                enable_async_checkpointing=True,
-                cleanup_tmp_directories=True,
-            )
-            handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
-            self._opened = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
-        return self._opened
+        Args:
+          directory: a path, local or one that Orbax and etils know (gs://).
+          keep: how many of the newest steps stay; all by default.
+          keep_every: steps that this divides stay too; 0 for none.
+          keep_best: whether the step with the lowest `loss` (see `save`), the first of several, stays too.
+          verify: what a restore checks against the checksums: `full`; `sampled`, one leaf in 8; `off`.
+          chunk_bytes: the most that is stored as one piece, which is read as a whole whoever wants a part of it.
+          concurrent_gb: how much may be written or read at once, in GB of host memory.
+        """
+        if verify not in VERIFY:
+            raise CheckpointError(f"verify={verify!r}: must be one of {', '.join(VERIFY)}")
+        self.directory = epath.Path(directory if "://" in str(directory) else Path(directory).absolute())
+        self._keep, self._keep_every, self._keep_best, self._verify = keep, keep_every, keep_best, verify
+        self._chunk_bytes, self._concurrent_gb = chunk_bytes, concurrent_gb
+        self._lock = Lock(self.directory)
+        self._opened: ocp.AsyncCheckpointer | None = None
+        self._pending: _Pending | None = None
+        self._damaged: set[int] = set()
+        self._manifests: dict[int, tuple[Any, Manifest]] = {}
+        """What was read, and when the file had been written: large models' manifests take a while to read."""
+
+    # --- saving ---------------------------------------------------------------------------------------------------------
 
     def save(self, state: TrainState, meta: Mapping[str, Any] | None = None, *, loss: float | None = None) -> None:
         """Saves the state under its step number, with a JSON-able description of the run, and its evaluation loss if it has one.
 
         Raises:
-          CheckpointError: the directory has this step or a later one, so that the new one would not be the newest.
+          CheckpointError: the directory has this step or a later one, so that the new one would not be the newest; another
+            run writes there; the save before this one failed.
         """
+        described = json.loads(json.dumps(dict(meta or {})))  # what cannot be written raises here, not in the background
+        self.wait()
         step, latest = int(state.step), self.latest_step()
         if latest is not None and latest >= step:
             raise CheckpointError(
                 f"step {step} cannot be saved: {self.directory} has step {latest}; save into another directory, or remove it"
             )
-        arrays = {path: _storable(x) for path, x in named_leaves(state) if x.size}
-        items = ocp.args.Composite(state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(dict(meta or {})))
-        with _quiet():
-            self._manager.save(step, args=items, metrics=None if loss is None else {LOSS: loss})
+        self._on_first_process(lambda: self._make_room(step))
+        self._damaged.discard(step)
+        leaves = {path: restoring.storable(x) for path, x in named_leaves(state)}
+        arrays = {path: x for path, x in leaves.items() if x.size}
+        sums = checksum.sums_on_devices(arrays)
+        structs = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in leaves.items()}
+        self._pending = _Pending(step, structs, list(arrays), sums, described, loss)
+        arguments = {path: ocp.SaveArgs(chunk_byte_size=self._chunk_bytes) for path in arrays}
+        with quiet(), self._saving(step):
+            self._writer.save(self.directory / str(step), args=ocp.args.PyTreeSave(arrays, save_args=arguments))
 
-    def latest_step(self) -> int | None:
-        """The newest saved step, or None where there is none (nothing is created)."""
-        if not self.directory.is_dir():
-            return None
-        return self._manager.latest_step()
+    def check(self) -> None:
+        """Raises what a background write raised since the last call; waits for nothing."""
+        if self._opened is not None:
+            try:
+                with self._saving(self._pending.step if self._pending else None):
+                    self._opened.check_for_errors()
+            except CheckpointError:
+                self._pending = None  # it is no saved step, nor will it be
+                raise
 
-    def best_step(self) -> int | None:
-        """The saved step with the lowest loss, the first of several; None where none was saved with one."""
-        if not self.directory.is_dir():
-            return None
-        with _quiet():
-            losses = {step: self._manager.metrics(step) for step in self._manager.all_steps()}
-        return min((step for step, metrics in losses.items() if metrics), key=lambda step: (_loss_of(losses[step]), step), default=None)
+    def wait(self) -> None:
+        """Returns when every save is on disk and what need not stay is removed; raises what a background write raised."""
+        if self._pending is None or self._opened is None:
+            return
+        try:
+            with quiet(), self._saving(self._pending.step):
+                self._opened.wait_until_finished()
+        finally:
+            self._pending = None
+        if jax.process_index() == 0:
+            self._remove_old()
 
-    def meta(self, step: int) -> dict[str, Any]:
-        """The description saved with a step."""
-        with self._reading(step):
-            return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+    def close(self) -> None:
+        """Waits, then frees the threads and the directory."""
+        try:
+            self.wait()
+        finally:
+            if self._opened is not None:
+                with quiet(), contextlib.suppress(Exception):  # its own wait: what it could raise, ours has raised
+                    self._opened.close()
+                self._opened = None
+            self._lock.release()
 
-    def restore(self, plan: Plan, step: int | None = None) -> TrainState:
-        """The state of a step (the newest by default), every leaf read straight into the shard the plan gives it.
+    @property
+    def _writer(self) -> ocp.AsyncCheckpointer:
+        if self._opened is None:
+            options = ocp.AsyncOptions(post_finalization_callback=self._write_manifest)
+            handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=self._concurrent_gb)
+            self._opened = ocp.AsyncCheckpointer(handler, async_options=options)
+        return self._opened
 
-        Raises:
-          CheckpointError: no checkpoint, one that is damaged, or leaves whose path, shape or dtype differ from the plan's.
-        """
-        step = self.latest_step() if step is None else step
-        if step is None:
-            raise CheckpointError(f"no checkpoint in {self.directory}")
-        struct = state_struct(plan)
-        wanted = {path: _storable_struct(x) for path, x in named_leaves(struct) if x.size}
-        with self._reading(step):
-            saved = self._manager.item_metadata(step)["state"].tree
-            _require_same_leaves(saved, wanted, self.directory / str(step))
-            arrays = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))["state"]
-        leaves = [_usable(arrays[path], x) if x.size else _empty(x) for path, x in named_leaves(struct)]
-        return jax.tree.unflatten(jax.tree.structure(struct), leaves)
+    def _write_manifest(self) -> None:
+        """Called by Orbax in the first process's background thread: all arrays are written, the folder is not yet renamed."""
+        assert self._pending is not None
+        self._lock.check()
+        pending, final = self._pending, self.directory / str(self._pending.step)
+        folder = next(iter(self._temporary(pending.step)), final)
+        found = checksum.as_text(pending.summed, pending.sums)
+        sharding = next(iter(pending.leaves.values())).sharding
+        manifests.write(
+            folder,
+            Manifest(
+                step=pending.step,
+                saved_at=time.time(),
+                loss=pending.loss,
+                meta=pending.meta,
+                mesh=dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else {},
+                versions=manifests.versions(),
+                leaves={path: manifests.leaf_of(x, found.get(path, "")) for path, x in pending.leaves.items()},
+                files=manifests.files_of(folder),
+            ),
+        )
+
+    def _make_room(self, step: int) -> None:
+        """Takes the lock, removes what killed saves left under temporary names, and puts aside what has the step's name."""
+        if not self._lock.held:
+            self._lock.acquire()
+        self._lock.check()
+        for folder in self._temporary():
+            folder.rmtree()
+        folder = self.directory / str(step)
+        if folder.exists():
+            aside = next(name for i in range(1, 10**6) if not (name := folder.with_name(f"{step}.damaged-{i}")).exists())
+            warnings.warn(f"{folder} is damaged or unfinished; it is now {aside.name}, and step {step} is saved anew", stacklevel=3)
+            folder.rename(aside)
+
+    def _temporary(self, step: int | None = None) -> list[epath.Path]:
+        """Folders that Orbax has not renamed: of the step, or all."""
+        name = r"\d+" if step is None else str(step)
+        return [path for path in self.directory.iterdir() if re.fullmatch(rf"{name}\.orbax-checkpoint-tmp.*", path.name)]
+
+    def _remove_old(self) -> None:
+        if self._keep is None:
+            return
+        whole = self._whole()
+        kept = set(sorted(whole)[-self._keep :])
+        if self._keep_every:
+            kept |= {step for step in whole if step % self._keep_every == 0}
+        if self._keep_best and (best := _best(whole)) is not None:
+            kept.add(best)
+        for step in whole.keys() - kept:
+            (self.directory / str(step) / manifests.MANIFEST).unlink()  # from now on it does not exist, whenever the rest goes
+            (self.directory / str(step)).rmtree()
 
     @contextlib.contextmanager
-    def _reading(self, step: int) -> Iterator[None]:
-        """Turns whatever Orbax raises for a step that is not there, or not whole, into a CheckpointError that names it."""
-        where = self.directory / str(step)
-        if not where.is_dir():
-            raise CheckpointError(f"{self.directory} has no step {step}; it has {', '.join(map(str, self._manager.all_steps())) or 'none'}")
+    def _saving(self, step: int | None) -> Iterator[None]:
         try:
-            with _quiet():
-                yield
+            yield
         except CheckpointError:
             raise
         except Exception as error:
-            first = (str(error).splitlines() or [""])[0][:200]
             raise CheckpointError(
-                f"{where} cannot be read, it is damaged or was not written by zjax ({type(error).__name__}: {first})"
+                f"step {step} could not be saved in {self.directory} ({first_line(error)}); earlier steps are as they were"
             ) from error
 
-    def wait(self) -> None:
-        """Returns when every save is on disk; raises what a background write raised."""
-        if self._opened is not None:
-            self._opened.wait_until_finished()
+    # --- which steps there are ------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Waits, then frees the threads."""
-        if self._opened is not None:
-            self.wait()
-            self._opened.close()
-            self._opened = None
+    def latest_step(self) -> int | None:
+        """The newest step that was wholly saved, or that this object is saving; None where there is none (nothing is created).
+
+        Others are skipped with a warning. Whether its arrays are still what was saved shows when they are restored.
+        """
+        saving = [self._pending.step] if self._pending else []
+        return max([*self._whole(warn=True), *saving], default=None)
+
+    def best_step(self) -> int | None:
+        """The saved step with the lowest loss, the first of several; None where none was saved with one."""
+        return _best(self._whole())
+
+    def steps(self) -> dict[int, Manifest | str]:
+        """Every step's manifest, or why it does not count, oldest first."""
+        found: dict[int, Manifest | str] = {}
+        if self.directory.is_dir():
+            for step in sorted(int(path.name) for path in self.directory.iterdir() if re.fullmatch(r"\d+", path.name) and path.is_dir()):
+                try:
+                    found[step] = self._manifest(step)
+                except ManifestError as error:
+                    found[step] = str(error)
+        return found
+
+    def resumable_step(self) -> int | None:
+        """The newest step to go on from; None for a directory without steps.
+
+        Raises:
+          CheckpointError: there are steps, but none of them is whole: beginning anew is not for a run to decide.
+        """
+        step = self.latest_step()
+        if step is None and (broken := self.steps()):
+            raise CheckpointError(_none_is_whole(self.directory, broken))
+        return step
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """The description saved with a step."""
+        return self._required(step).meta
+
+    def manifest(self, step: int) -> Manifest:
+        """What a step holds. CheckpointError where it is not there; DamagedError where its manifest is not whole."""
+        return self._required(step)
+
+    def _whole(self, warn: bool = False) -> dict[int, Manifest]:
+        whole = {}
+        for step, found in self.steps().items():
+            if step in self._damaged:
+                continue
+            if isinstance(found, Manifest):
+                whole[step] = found
+            elif warn:
+                warnings.warn(f"{self.directory / str(step)} is skipped: {found}", stacklevel=3)
+        return whole
+
+    def _manifest(self, step: int) -> Manifest:
+        folder = self.directory / str(step)
+        written = manifests.written(folder)
+        if written is None or self._manifests.get(step, (None,))[0] != written:
+            found = manifests.read(folder)
+            if found.step != step:
+                raise ManifestError(f"{manifests.MANIFEST} is that of step {found.step}")
+            self._manifests[step] = written, found
+        return self._manifests[step][1]
+
+    def _required(self, step: int) -> Manifest:
+        where = self.directory / str(step)
+        if not where.is_dir():
+            raise CheckpointError(f"{self.directory} has no step {step}; it has {', '.join(map(str, self.steps())) or 'none'}")
+        try:
+            return self._manifest(step)
+        except ManifestError as error:
+            raise DamagedError(f"{where} cannot be restored: {error}") from error
+
+    # --- restoring ------------------------------------------------------------------------------------------------------
+
+    def restore(self, plan: Plan, step: int | None = None, *, convert: bool = False, rename: Mapping[str, str] | None = None) -> TrainState:
+        """The state of a step, every leaf read straight into the shard the plan gives it.
+
+        Args:
+          plan: on any mesh, of any stage and engine.
+          step: which one. None takes the newest that verifies; damaged ones are skipped with a warning.
+          convert: whether to go between float32 and a low precision with master, or between dtypes of moments. Parameters
+            and masters come from the saved masters where there are some; a loss scale begins anew where none was saved.
+          rename: names in the checkpoint to names in the plan, of parameters or of what many begin with.
+
+        Raises:
+          CheckpointError: no checkpoint, or leaves whose path, shape or dtype differ from the plan's.
+          DamagedError: the step's files are not what was saved; it names the leaves.
+        """
+        struct = state_struct(plan)
+        wanted = {path: restoring.storable_struct(x) for path, x in named_leaves(struct)}
+
+        def restored(step: int) -> TrainState:
+            manifest, where = self._required(step), str(self.directory / str(step))
+            names = sources.renamed(manifest.leaves, rename, where) if rename else {path: path for path in manifest.leaves}
+            saved = {ours: manifest.leaves[theirs] for ours, theirs in names.items()}
+            found = sources.match(saved, wanted, convert=convert, where=where)
+            arrays = self._read(manifest, {path: source for path, source in found.items() if source is not None}, names)
+            fresh = (
+                {f"loss_scale/{k}": v for k, v in named_leaves(init_loss_scale(plan.precision.loss_scale))}
+                if None in found.values()
+                else {}
+            )
+            leaves = [
+                restoring.usable(arrays[path] if path in arrays else jax.device_put(fresh[path], x.sharding), x)
+                for path, x in named_leaves(struct)
+            ]
+            return jax.tree.unflatten(jax.tree.structure(struct), leaves)
+
+        return self._first_that_verifies(restored, step)
+
+    def restore_params(
+        self,
+        plan: Plan,
+        rng: jax.Array,
+        step: int | None = None,
+        *,
+        only: Sequence[str] = ("*",),
+        rename: Mapping[str, str] | None = None,
+    ) -> TrainState:
+        """A state at step 0 whose parameters are those of a checkpoint; masters and moments begin with them.
+
+        Args:
+          plan: of any optimizer and precision.
+          rng: as in `init_state`.
+          step: as in `restore`.
+          only: patterns of the parameters to take, by their names in the plan; the others are drawn.
+          rename: as in `restore`.
+
+        Raises:
+          CheckpointError: a parameter that is missing or of another shape; with all taken, one that the plan does not have.
+          DamagedError: as in `restore`.
+          ValueError: a pattern that names no parameter.
+        """
+        require_all_used(only, plan.params, "only")
+        chosen = {leaf.name: leaf for leaf in plan.part("params") if any(matches(pattern, leaf.name) for pattern in only)}
+        wanted = {name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=plan.sharding(leaf.rest)) for name, leaf in chosen.items()}
+
+        def restored(step: int) -> dict[str, jax.Array]:
+            manifest, where = self._required(step), str(self.directory / str(step))
+            names = sources.renamed(manifest.leaves, rename, where) if rename else {path: path for path in manifest.leaves}
+            saved = {ours: manifest.leaves[theirs] for ours, theirs in names.items()}
+            found = sources.params_sources(saved, wanted, where)
+            extra = [path for path in saved if path.startswith(sources.PARAMS) and path.removeprefix(sources.PARAMS) not in plan.params]
+            if extra and len(chosen) == len(plan.params):
+                raise CheckpointError(
+                    f"{where} does not fit the plan:\n  {sources.shown([f'{path}: in the checkpoint, but not in the plan' for path in extra])}"
+                    "\n  only=[...] takes some of the parameters"
+                )
+            return self._read(manifest, found, names)
+
+        taken = self._first_that_verifies(restored, step)
+        if len(chosen) < len(plan.params):
+            taken = {name: taken.get(name, x) for name, x in named_leaves(init_params(plan, rng))}
+        return init_state(plan, rng, jax.tree.unflatten(plan.params_treedef, [taken[leaf.name] for leaf in plan.part("params")]))
+
+    def _first_that_verifies(self, restored: Any, step: int | None) -> Any:
+        if step is not None:
+            return restored(step)
+        while (newest := self.latest_step()) is not None:
+            try:
+                return restored(newest)
+            except DamagedError as error:
+                warnings.warn(f"{error}\nThe step before it is taken.", stacklevel=3)
+                self._damaged.add(newest)
+        if broken := self.steps():
+            raise CheckpointError(
+                _none_is_whole(self.directory, {step: "damaged" if step in self._damaged else why for step, why in broken.items()})
+            )
+        raise CheckpointError(f"no checkpoint in {self.directory}")
+
+    def _read(self, manifest: Manifest, found: Mapping[str, Source], names: Mapping[str, str]) -> dict[str, jax.Array]:
+        folder = self.directory / str(manifest.step)
+        return restoring.read(folder, manifest, found, names, verify=self._verify, concurrent_gb=self._concurrent_gb)
+
+    def _on_first_process(self, action: Any) -> None:
+        """Runs it in one process; all raise where it raises."""
+        error: Exception | None = None
+        if jax.process_index() == 0:
+            try:
+                action()
+            except Exception as caught:
+                error = caught
+        if restoring.agree(error is not None):
+            raise error or CheckpointError(f"{self.directory}: the first process cannot write there; its own error says why")
 
 
-def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+def _none_is_whole(directory: epath.Path, broken: Mapping[int, Any]) -> str:
+    why = "; ".join(f"{directory / str(step)}: {found}" for step, found in broken.items())
+    return f"no step in {directory} is whole ({why}); remove it, or choose another, to begin anew"
 
 
-def _storable(x: jax.Array) -> jax.Array:
-    return jax.random.key_data(x) if _is_key(x) else x
-
-
-def _storable_struct(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    if not _is_key(x):
-        return x
-    data = jax.eval_shape(jax.random.key_data, x)
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
-
-
-def _usable(x: jax.Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.random.wrap_key_data(x) if _is_key(struct) else x
-
-
-def _empty(struct: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.jit(lambda: jnp.zeros(struct.shape, struct.dtype), out_shardings=struct.sharding)()
-
-
-def _require_same_leaves(saved: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct], where: Path) -> None:
-    problems = [f"{path}: missing in the checkpoint" for path in wanted if path not in saved]
-    problems += [f"{path}: in the checkpoint, but not in the plan" for path in saved if path not in wanted]
-    for path in wanted.keys() & saved.keys():
-        ours, theirs = wanted[path], saved[path]
-        # Orbax casts another dtype without a word, so it is compared here.
-        if tuple(theirs.shape) != ours.shape or np.dtype(theirs.dtype) != np.dtype(ours.dtype):
-            problems.append(f"{path}: {theirs.dtype}{list(theirs.shape)} in the checkpoint, {ours.dtype}{list(ours.shape)} in the plan")
-    if problems:
-        shown = "\n  ".join(sorted(problems)[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
-        raise CheckpointError(f"{where} does not fit the plan:\n  {shown}")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Orbax logs pages of INFO and WARNING through absl; errors still come through as exceptions."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+def _best(whole: Mapping[int, Manifest]) -> int | None:
+    losses = {step: manifest.loss for step, manifest in whole.items() if manifest.loss is not None}
+    return min(losses, key=lambda step: (losses[step], step), default=None)
