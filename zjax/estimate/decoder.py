@@ -50,13 +50,14 @@ class Decoder:
         }  # fmt: skip
 
     def residual_bytes(self, itemsize: int = 2) -> int:
-        """Bytes a token that one layer's backward needs of its forward where nothing is computed again.
+        """Bytes a token that one layer's backward finds of its forward where nothing is computed again.
 
-        Per norm a float32 input and its normalised form; the projections' inputs; queries, keys and values; the kernel's
-        output; gate, its sigmoid, silu, up and their product. A flash-like kernel is meant, which keeps no scores.
+        What `jax.vjp` of the block leaves. Of each norm two float32 forms of the stream; normalised streams and the inputs
+        of the projections; queries, keys and values; gate, up and what silu and the product leave. No scores: the kernel
+        keeps none.
         """
-        norms = 2 * (4 + itemsize) * self.d_model
-        return norms + itemsize * (2 * self.d_model + 2 * self.query_width + 2 * self.kv_width + 5 * self.mlp_width)
+        in_float32 = 4 * 4 * self.d_model
+        return in_float32 + itemsize * (4 * self.d_model + 2 * self.query_width + 2 * self.kv_width + 6 * self.mlp_width)
 
     def saved_bytes(self, remat: str, names: tuple[str, ...] = (), itemsize: int = 2) -> int:
         """Bytes a token and layer kept from the forward to the backward, under a remat policy.
@@ -95,13 +96,13 @@ class Decoder:
         return 4.0 * length * self.query_width
 
     def working_bytes(self, *, scores_in_memory: bool, itemsize: int = 2) -> int:
-        """Bytes a token of one layer while it is computed again and differentiated: residuals and what flows back.
+        """Bytes a token of one layer while it is computed again and differentiated: its residuals and a gradient of the MLP.
 
-        The gradients of the stream are float32 while a norm is differentiated. `scores_in_memory`: attention in XLA, a
-        block of queries at a time, holds that block's scores thrice (scores, weights, their gradient), in float32.
+        `scores_in_memory`: attention in XLA, a block of queries at a time, holds a block's scores, weights and their
+        gradient, in float32.
         """
         scores = 3 * self.n_heads // self.tensor * QUERY_BLOCK * 4 if scores_in_memory else 0
-        return self.residual_bytes(itemsize) + itemsize * 2 * self.mlp_width + 8 * self.d_model + scores
+        return self.residual_bytes(itemsize) + itemsize * self.mlp_width + scores
 
     def head_bytes(self, itemsize: int = 2) -> int:
         """Bytes a token of the logits, their float32 form, and their gradient."""

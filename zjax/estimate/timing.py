@@ -8,6 +8,7 @@ chip's speed, all else its bytes over the memory's.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zjax.describe import bytes_per_device
@@ -24,8 +25,8 @@ Links = Counter[str]
 # Memory traffic of compiled steps (H100 and v5p, 7B to 70B), fitted to their audits; the rest of this file has no such figures.
 LAYER_COPIES = {"forward": 3.0, "backward": 8.0}
 """Times a layer's weights pass the memory beside the matrix products: carried by the loop, gathered, as gradients."""
-RESIDUAL_PASSES = {"forward": 0.6, "backward": 1.1}
-"""Times a layer's residuals do."""
+RESIDUAL_PASSES = {"forward": 0.5, "backward": 0.8}
+"""Times a layer's residuals do; what is saved of them once more."""
 SCORE_BYTES = {"forward": 24.0, "backward": 45.0}
 """Bytes a query, key and head of attention in XLA, which holds scores in memory."""
 LOGIT_PASSES = 2.0
@@ -87,7 +88,8 @@ class StepTime:
 def step_time(plan: Plan, work: Work, cluster: Cluster) -> StepTime:
     """Predicts a step of a plan, `work` being each micro-batch of one device."""
     micro = plan.accumulation.micro_batches
-    units = unit_times(plan, work, cluster)
+    sent = _link_seconds(plan, cluster)
+    units = _unit_times(plan, work, cluster, sent)
     layer_forward = max((unit.forward for unit in units if unit.stacked), default=0.0)
     layer_backward = max((unit.backward for unit in units if unit.stacked), default=0.0)
     forward = sum(_exposed_forward(plan, unit, layer_forward) for unit in units)
@@ -97,19 +99,24 @@ def step_time(plan: Plan, work: Work, cluster: Cluster) -> StepTime:
         compute=micro * sum(unit.layers * (unit.forward + unit.backward) for unit in units) + _memory_seconds(plan, cluster),
         exposed_forward=micro * (forward + tensor / 2),
         exposed_backward=micro * (backward + tensor / 2),
-        exposed_step=_longest(_links(plan, cluster, "step")),
+        exposed_step=_longest(sum((links for (phase, *_), links in sent.items() if phase == "step"), Links())),
         units=tuple(units),
     )
 
 
 def unit_times(plan: Plan, work: Work, cluster: Cluster) -> list[UnitTime]:
     """What each unit computes and sends, a layer and micro-batch."""
+    return _unit_times(plan, work, cluster, _link_seconds(plan, cluster))
+
+
+def _unit_times(plan: Plan, work: Work, cluster: Cluster, sent: Mapping[tuple[str, str, bool], Links]) -> list[UnitTime]:
     made = []
     for unit, leaves in unit_leaves(plan).items():
         layers, stacked = layers_of(leaves), any(leaf.stacked for leaf in leaves)
         read = all(any(matches(pattern, leaf.name) for pattern in work.only_read) for leaf in leaves)
         forward, backward = (0.0, 0.0) if read else _compute(plan, leaves, work, cluster, stacked)
-        part = lambda phase, gather, leaves=leaves, layers=layers: _links(plan, cluster, phase, leaves, gather, layers)  # noqa: E731
+        times = layers * plan.accumulation.micro_batches
+        part = lambda *key, times=times: Links({link: all_ / times for link, all_ in sent.get(key, {}).items()})  # noqa: E731
         made.append(
             UnitTime(
                 unit=unit,
@@ -118,9 +125,9 @@ def unit_times(plan: Plan, work: Work, cluster: Cluster) -> list[UnitTime]:
                 only_read=read,
                 forward=forward,
                 backward=backward,
-                gather=part("forward", True),
-                gather_again=part("backward", True),
-                reduce=part("backward", False),
+                gather=part("forward", unit, True),
+                gather_again=part("backward", unit, True),
+                reduce=part("backward", unit, False),
             )
         )
     return made
@@ -152,7 +159,8 @@ def _compute(plan: Plan, leaves: list[LeafPlan], work: Work, cluster: Cluster, s
     pairs = tokens * work.length * decoder.n_heads / decoder.tensor if work.scores_in_memory else 0.0
 
     def moved(phase: str) -> float:
-        passed = RESIDUAL_PASSES[phase] * tokens * decoder.residual_bytes() + SCORE_BYTES[phase] * pairs
+        saved = decoder.saved_bytes(work.remat, work.remat_names)
+        passed = tokens * (RESIDUAL_PASSES[phase] * decoder.residual_bytes() + saved) + SCORE_BYTES[phase] * pairs
         return (passed + LAYER_COPIES[phase] * weights) / chip.bandwidth
 
     again = decoder.recomputed_share(work.remat, work.remat_names)
@@ -179,20 +187,14 @@ def _memory_seconds(plan: Plan, cluster: Cluster) -> float:
     return (update + added) / cluster.chip.bandwidth
 
 
-def _links(
-    plan: Plan, cluster: Cluster, phase: str, leaves: list[LeafPlan] | None = None, gather: bool | None = None, layers: int = 1
-) -> Links:
-    """Seconds by link of a phase's transfers; of some leaves, a layer and micro-batch, where they are given."""
-    paths = {leaf.path for leaf in leaves} if leaves is not None else None
-    each = layers * plan.accumulation.micro_batches if leaves is not None else 1
-    seconds = Links()
+def _link_seconds(plan: Plan, cluster: Cluster) -> dict[tuple[str, str, bool], Links]:
+    """Seconds by link of a whole step's transfers: (phase, unit, whether they gather) -> seconds."""
+    unit_of = {leaf.path: leaf.unit for leaf in plan.part("params")}
+    seconds: dict[tuple[str, str, bool], Links] = {}
     for transfer in transfers(plan):
-        if transfer.phase != phase or (paths is not None and transfer.leaf not in paths):
-            continue
-        if gather is not None and gather != (transfer.kind == "all_gather"):
-            continue
-        link = cluster.link(plan.mesh, transfer.axes)
-        seconds[link] += transfer.wire_bytes / each / cluster.bandwidth(plan.mesh, transfer.axes, transfer.kind)
+        links = seconds.setdefault((transfer.phase, unit_of[transfer.leaf], transfer.kind == "all_gather"), Links())
+        took = transfer.wire_bytes / cluster.bandwidth(plan.mesh, transfer.axes, transfer.kind)
+        links[cluster.link(plan.mesh, transfer.axes)] += took
     return seconds
 
 
