@@ -1,4 +1,4 @@
-"""The `zjax` command: train, plan, audit, compare. Other tools read its options and JSON; keep them stable."""
+"""The `zjax` command: train, plan, audit, compare, advise. Other tools read its options and JSON; keep them stable."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from typing import Any
 import jax
 import ml_collections
 
-from zjax import ds_config, train
+from zjax import advise, ds_config, train
 from zjax.audit import Audit, AuditError, audit_recipe
 from zjax.audit.targets import parse_target
 from zjax.config import TrainConfig, Unit
 from zjax.describe import bytes_per_device, spec_text
-from zjax.estimate import traffic_by_link, traffic_per_step
+from zjax.estimate import Chip, traffic_by_link, traffic_per_step
 from zjax.fields import ConfigError, from_dict
 from zjax.guard import NonFiniteError
 from zjax.interop.deepspeed import apply, outcomes
@@ -70,12 +70,16 @@ def _parser() -> argparse.ArgumentParser:
         "plan": (_plan, "per-leaf placement, bytes per device, traffic per step", "Show what a config places where. Nothing is allocated, no device is needed."),
         "audit": (_audit, "what the compiled program holds, sends and waits for", "Compile the step for a target, which need not be here, and report what each device holds, sends and waits for."),
         "compare": (_compare, "a grid of configs side by side", "Vary fields of a config and show plan figures, and audited ones with --target, side by side."),
+        "advise": (_advise, "which mode to run, why, and what would change that", "Plan and estimate every mode of a model on some hardware, rank those that fit by predicted step time, and say why."),
     }  # fmt: skip
     made = {}
     for name, (run, short, long) in about.items():
         command = made[name] = commands.add_parser(name, help=short, description=long)
         command.add_argument(
-            "--config", required=True, metavar="FILE", help="a Python file with get_config(); set any field with --config.a.b=VALUE"
+            "--config",
+            required=name != "advise",
+            metavar="FILE",
+            help="a Python file with get_config(); set any field with --config.a.b=VALUE",
         )
         command.epilog = "Override any field of the config with --config.a.b=VALUE, for instance --config.zero.stage=2."
         command.set_defaults(run=run)
@@ -113,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a field and its values, for instance zero.stage=0,1,2,3; repeatable",
     )
     made["compare"].add_argument("--out", metavar="DIR", help="write compare.csv, compare.json and report.html there")
+    advise.add_arguments(made["advise"])
     for name in ("audit", "compare"):
         made[name].add_argument("--keep-hlo", metavar="DIR", help="save the compiled programs' text there")
     return parser
@@ -306,6 +311,16 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0 if any(not cell.error for cell in cells) else 1
 
 
+def _advise(arguments: argparse.Namespace, rest: list[str]) -> int:
+    without_accelerator()
+    return advise.run(
+        arguments,
+        load=lambda: load_config(arguments.config) if arguments.config else None,
+        with_overrides=lambda config: from_dict(TrainConfig, _overridden(dataclasses.asdict(config), rest)),
+        audit_run=audit_run,
+    )
+
+
 def _cell(arguments: argparse.Namespace, rest: list[str], varied: dict[str, Any], target: str) -> Any:
     from zjax.audit.compare import Cell
 
@@ -327,8 +342,18 @@ def _audit_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"keep_hlo": arguments.keep_hlo, "compiler_options": {} if arguments.no_xla_flags else None}
 
 
-def audit_run(config: TrainConfig, target: str, *, keep_hlo: str | None = None, compiler_options: dict[str, str] | None = None) -> Audit:
-    """Audits a configured run's step as it compiles for a target, with `zjax.xla_flags` where no options are given."""
+def audit_run(
+    config: TrainConfig,
+    target: str,
+    *,
+    keep_hlo: str | None = None,
+    compiler_options: dict[str, str] | None = None,
+    chip: Chip | None = None,
+) -> Audit:
+    """Audits a configured run's step as it compiles for a target, with `zjax.xla_flags` where no options are given.
+
+    `chip` is as in `zjax.audit.run.audit_program`.
+    """
     devices = parse_target(target).devices
     recipe = train.plan_run(config, abstract_mesh(config.mesh, devices)).recipe
     model, batch = train.model_of(config), train.abstract_batch(config)
@@ -341,6 +366,7 @@ def audit_run(config: TrainConfig, target: str, *, keep_hlo: str | None = None, 
         **train.step_knobs(config),
         compiler_options=compiler_options,
         keep_hlo=keep_hlo,
+        chip=chip,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,8 +35,8 @@ STAGES: tuple[dict[str, Any], ...] = (
     {"stage": 3, "reshard_after_forward": False},
     {"stage": 3, "reshard_after_backward": False},
 )
-REMATS: Mapping[str, tuple[str, ...]] = {"none": (), "dots": (), "names": ("attention", "attention_out"), "full": ()}
-"""Remat policies that are tried, with the values that are kept by name."""
+REMATS: Mapping[str, tuple[str, ...]] = {"full": (), "names": ("attention", "attention_out"), "dots": (), "none": ()}
+"""Remat policies that are tried, from what keeps least, with the values that are kept by name."""
 TIE = 0.01
 """Predicted times that differ by less are a tie: the smaller peak wins."""
 MOST_MICRO_BATCHES = 16
@@ -144,11 +143,25 @@ def advise(question: Question) -> Advice:
     made: list[Candidate] = []
     refused: dict[str, int] = {}
     plan_of = _planner(question)
-    for changes in _grid(question):
-        try:
-            made.append(_estimated(question, _configured(question.config, changes), plan_of))
-        except ConfigError as error:
-            refused[str(error)] = refused.get(str(error), 0) + 1
+    for stage, accumulation in _modes(question):
+        # A split holds more than one group, and a policy that keeps more holds more: what comes after the first that does
+        # not fit would not either.
+        for mesh in _meshes(question, stage):
+            tried: list[Candidate] = []
+            for remat in _remats():
+                try:
+                    tried.append(
+                        _estimated(
+                            question, _configured(question.config, zero=stage, mesh=mesh, accumulation=accumulation, **remat), plan_of
+                        )
+                    )
+                except ConfigError as error:
+                    refused[str(error)] = refused.get(str(error), 0) + 1
+                if tried and not tried[-1].memory.fits(memory):
+                    break
+            made += tried
+            if not any(candidate.memory.fits(memory) for candidate in tried):
+                break
     if not made:
         raise ConfigError("no mode can be planned: " + "; ".join(refused))
     fitting = [candidate for candidate in made if candidate.memory.fits(memory)]
@@ -212,30 +225,36 @@ def report(advice: Advice, price: float | None = None, count: int = 10) -> dict[
     }
 
 
-def _grid(question: Question) -> Iterator[dict[str, Any]]:
-    """What a candidate changes in the config, section by section."""
-    config, cluster = question.config, question.cluster
-    kept = {name: degree for name, degree in dataclasses.asdict(config.mesh).items() if name not in ("replica", "fsdp")}
-    shards = cluster.devices // math.prod(kept.values())
-    for stage, replica, (remat, names) in itertools.product(STAGES, _divisors(cluster.groups), REMATS.items()):
-        if stage["stage"] == 0 and replica > 1:
-            continue  # nothing is sharded that a split could change
-        mesh = {"replica": replica, "fsdp": shards // replica}
-        rows = config.data.global_batch // shards
+def _modes(question: Question) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Stages with what belongs to them, and accumulation."""
+    rows = question.config.data.global_batch // _shards(question)
+    for stage in STAGES:
         for micro in [count for count in _divisors(rows) if count <= MOST_MICRO_BATCHES] or [1]:
-            modes = ("sharded", "local") if micro > 1 and stage["stage"] >= 2 else ("sharded",)
-            for mode in modes:
-                accumulation = {"micro_batches": micro, "mode": mode}
-                yield {"zero": stage, "mesh": mesh, "remat": remat, "accumulation": accumulation} | (
-                    {"remat_names": names} if "remat_names" in {field.name for field in dataclasses.fields(TrainConfig)} and names else {}
-                )
+            for mode in ("sharded", "local") if micro > 1 and stage["stage"] >= 2 else ("sharded",):
+                yield stage, {"micro_batches": micro, "mode": mode}
 
 
-def _configured(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    replaced: dict[str, Any] = dict(changes)
+def _meshes(question: Question, stage: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+    """Splits into groups of whole hosts or slices, the undivided first; stage 0 shards nothing that a split could change."""
+    for replica in _divisors(question.cluster.groups) if stage["stage"] else [1]:
+        yield {"replica": replica, "fsdp": _shards(question) // replica}
+
+
+def _remats() -> Iterator[dict[str, Any]]:
+    takes_names = "remat_names" in {field.name for field in dataclasses.fields(TrainConfig)}
+    for remat, names in REMATS.items():
+        yield {"remat": remat} | ({"remat_names": names} if takes_names else {})
+
+
+def _shards(question: Question) -> int:
+    """Devices over which `replica` and `fsdp` lie."""
+    return question.cluster.devices // (question.config.mesh.expert * question.config.mesh.sequence * question.config.mesh.tensor)
+
+
+def _configured(config: TrainConfig, **changes: Any) -> TrainConfig:
     for section in ("zero", "mesh", "accumulation"):
-        replaced[section] = dataclasses.replace(getattr(config, section), **changes[section])
-    return dataclasses.replace(config, **replaced)
+        changes[section] = dataclasses.replace(getattr(config, section), **changes[section])
+    return dataclasses.replace(config, **changes)
 
 
 def _planner(question: Question) -> Callable[[ZeroConfig, MeshConfig, AccumulationConfig], Plan]:

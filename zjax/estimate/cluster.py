@@ -110,9 +110,7 @@ def cluster_of(
         hosts = math.ceil(devices / GPUS_A_HOST) if chip.platform == "gpu" else 1
     if devices % hosts:
         raise ConfigError(f"--devices={devices}: does not divide over {hosts} hosts ({devices} % {hosts} = {devices % hosts}); set --hosts")
-    chip = dataclasses.replace(
-        chip, link_inside=link_inside or chip.link_inside, link_between=link_between or chip.link_between
-    )
+    chip = dataclasses.replace(chip, link_inside=link_inside or chip.link_inside, link_between=link_between or chip.link_between)
     return Cluster(chip=chip, groups=hosts, inside=devices // hosts, efficiency=efficiency)
 
 

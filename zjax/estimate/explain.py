@@ -35,7 +35,13 @@ def _whole_copy(advice: Advice) -> str:
     chip, whole = advice.question.cluster.chip, _smallest(advice, stage=0)
     assert whole is not None
     held = bytes_per_device(whole.plan)["model_state"]
-    fits = "fits, with its activations" if _any_fits(advice, 0) else "does not fit with its activations" if held <= chip.memory else "does not fit"
+    fits = (
+        "fits, with its activations"
+        if _any_fits(advice, 0)
+        else "does not fit with its activations"
+        if held <= chip.memory
+        else "does not fit"
+    )
     return (
         f"Size: {parameters_of(whole.plan):,} parameters are {_gib(held)} of parameters, gradients, master and moments; "
         f"{_article(chip.name)} has {_gib(chip.memory)}. A whole copy on each device (stage 0, DDP) {fits}."
@@ -84,7 +90,7 @@ def _sequence(first: Candidate) -> str:
     return (
         f"Sequence: {work.rows} x {work.length} tokens a device and micro-batch take {_gib(of_tokens)} with remat {work.remat}, "
         f"{less} state and gradients ({_gib(memory.state + memory.gradients)})."
-        + (" A sequence this long is what fills the memory." if less == "more than" and work.rows == 1 else "")
+        + (" A sequence this long is what fills the memory." if less == "more than" and work.rows == 1 and work.remat == "full" else "")
     )
 
 
@@ -121,7 +127,11 @@ def _split(advice: Advice, first: Candidate) -> str:
         slower = other.time.seconds / first.time.seconds - 1
         return f" {'One group' if hybrid else 'Hybrid sharding'} instead: {_slower(slower)}, at a peak of {_gib(other.memory.peak)}."
     smallest = next((each for each in advice.too_large if (each.config.mesh.replica > 1) != hybrid and each.config.zero.stage), None)
-    return "" if smallest is None else f" {'One group' if hybrid else 'Hybrid sharding'} does not fit (peak {_gib(smallest.memory.peak)} at least)."
+    return (
+        ""
+        if smallest is None
+        else f" {'One group' if hybrid else 'Hybrid sharding'} does not fit (peak {_gib(smallest.memory.peak)} at least)."
+    )
 
 
 def _tokens(first: Candidate) -> str:
@@ -147,7 +157,9 @@ def _variations(question: Question) -> list[tuple[str, Question]]:
         for factor in (0.25, 4):
             speed = cluster.chip.link_between * factor
             chip = dataclasses.replace(cluster.chip, link_between=speed)
-            made.append((f"{speed / 1e9:g} GB/s a device between hosts or slices", asked(question, cluster=dataclasses.replace(cluster, chip=chip))))
+            made.append(
+                (f"{speed / 1e9:g} GB/s a device between hosts or slices", asked(question, cluster=dataclasses.replace(cluster, chip=chip)))
+            )
     for factor in (2, 0.5):
         other = _resized(cluster, factor)
         batch = round(data.global_batch * factor)
