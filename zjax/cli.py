@@ -1,4 +1,4 @@
-"""The `zjax` command: train, plan, audit, compare, advise. Other tools read its options and JSON; keep them stable."""
+"""The `zjax` command: train, plan, audit, compare, advise, doctor. Other tools read its options and JSON; keep them stable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from zjax import advise, ds_config, train
+from zjax import advise, distributed, doctor, ds_config, train
 from zjax.audit import Audit, AuditError, audit_recipe
 from zjax.audit.targets import parse_target
 from zjax.config import TrainConfig, Unit
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (count := getattr(arguments, "devices", None)) is not None and count < 1:
             raise ConfigError(f"--devices={count}: must be positive")
         return arguments.run(arguments, rest)
-    except (ConfigError, ValueError, AuditError) as error:
+    except (ConfigError, ValueError, AuditError, distributed.DistributedError) as error:
         print(f"zjax {arguments.command}: error: {error}", file=sys.stderr)
         return 2
     except NonFiniteError as error:
@@ -71,13 +71,14 @@ def _parser() -> argparse.ArgumentParser:
         "audit": (_audit, "what the compiled program holds, sends and waits for", "Compile the step for a target, which need not be here, and report what each device holds, sends and waits for."),
         "compare": (_compare, "a grid of configs side by side", "Vary fields of a config and show plan figures, and audited ones with --target, side by side."),
         "advise": (_advise, "which mode to run, why, and what would change that", "Plan and estimate every mode of a model on some hardware, rank those that fit by predicted step time, and say why."),
+        "doctor": (_doctor, "devices, processes, links, versions, memory", "Print what a run here would have: versions, processes, devices, memory, and the bandwidth of an all-gather on each axis."),
     }  # fmt: skip
     made = {}
     for name, (run, short, long) in about.items():
         command = made[name] = commands.add_parser(name, help=short, description=long)
         command.add_argument(
             "--config",
-            required=name != "advise",
+            required=name not in ("advise", "doctor"),
             metavar="FILE",
             help="a Python file with get_config(); set any field with --config.a.b=VALUE",
         )
@@ -85,18 +86,25 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         if name != "train":
             command.add_argument("--json", action="store_true", help="print JSON instead of text")
-    for name in ("train", "plan"):
+    for name in ("train", "plan", "doctor"):
         made[name].add_argument(
             "--devices",
             type=int,
             metavar="N",
-            help=f"devices to use; without an accelerator they are simulated on the CPU (default {SIMULATED_DEVICES})",
+            help=f"devices to use (of each process, if there are several); without an accelerator they are simulated on the CPU (default {SIMULATED_DEVICES})",
         )
+    for name in ("train", "plan"):
         made[name].add_argument(
             "--deepspeed",
             metavar="JSON",
             help="a DeepSpeed config, which overrides the config's zero, precision, optimizer, clip and batch",
         )
+    for name in ("train", "doctor"):
+        made[name].add_argument(
+            "--coordinator", metavar="HOST:PORT", help="where process 0 of several can be reached; SLURM, Open MPI and TPU pods tell"
+        )
+        made[name].add_argument("--processes", type=int, metavar="N", help="how many processes there are")
+        made[name].add_argument("--process", type=int, metavar="I", help="which of them this is, from 0")
     made["plan"].add_argument("--explain", action="store_true", help="show what becomes of each key of the --deepspeed file, and no plan")
     made["train"].add_argument("--workdir", metavar="DIR", help="where metrics and checkpoints go (default runs/NAME, after the config)")
     targets = "cpu:8, gpu:h100:1x8 (hosts x GPUs a host) or tpu:v5p:4x4x4"
@@ -201,7 +209,7 @@ def parse_value(text: str) -> Any:
 def _train(arguments: argparse.Namespace, rest: list[str]) -> int:
     config = load_config(arguments.config, rest)
     file = read_deepspeed(arguments.deepspeed, rest) if arguments.deepspeed else None
-    devices = use_devices(arguments.devices)
+    devices = use_devices(arguments.devices, (arguments.coordinator, arguments.processes, arguments.process))
     if file is not None:
         config = with_deepspeed(config, file, rest, len(devices))
         if jax.process_index() == 0:
@@ -216,14 +224,26 @@ def _tell(path: str, file: ds_config.DeepSpeedFile) -> None:
         print(f"--deepspeed={path}: {text}", file=sys.stderr)
 
 
-def use_devices(count: int | None) -> list[jax.Device]:
-    """The devices of this run: accelerators where there are any, else `count` simulated on the CPU, which is said."""
-    jax.config.update("jax_num_cpu_devices", count or SIMULATED_DEVICES)
+def use_devices(count: int | None, peers: tuple[str | None, int | None, int | None] = (None, None, None)) -> list[jax.Device]:
+    """The devices of this run: accelerators where there are any, else `count` simulated on the CPU, which is said.
+
+    In a run of several processes (`peers` are the first arguments of `zjax.distributed.initialize`) those of all of them;
+    `count` is then that of each.
+    """
+    simulated = jax.config.values["jax_num_cpu_devices"]  # JAX_NUM_CPU_DEVICES
+    jax.config.update("jax_num_cpu_devices", count or (simulated if simulated > 0 else SIMULATED_DEVICES))
+    if not _accelerator_files() and not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+    distributed.initialize(*peers)
     if not _accelerator_files():
         without_accelerator()
     devices = jax.devices()
-    if devices[0].platform == "cpu":
+    if devices[0].platform == "cpu" and jax.process_index() == 0:
         print(f"no accelerator: {len(devices)} simulated CPU device{'s' if len(devices) > 1 else ''}", file=sys.stderr)
+    if jax.process_count() > 1:
+        if count is not None and devices[0].platform != "cpu":
+            raise ConfigError(f"--devices={count}: a run of several processes uses all their devices; leave it out")
+        return devices
     if count is not None and count > len(devices):
         raise ConfigError(f"--devices={count}: there are {len(devices)} {devices[0].platform} devices")
     return devices[:count]
@@ -311,6 +331,15 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0 if any(not cell.error for cell in cells) else 1
 
 
+def _doctor(arguments: argparse.Namespace, rest: list[str]) -> int:
+    config = load_config(arguments.config, rest) if arguments.config else from_dict(TrainConfig, _overridden({}, rest))
+    devices = use_devices(arguments.devices, (arguments.coordinator, arguments.processes, arguments.process))
+    found = doctor.examine(config.mesh, devices)
+    if jax.process_index() == 0:
+        print(json.dumps(found) if arguments.json else doctor.told(found))
+    return 0 if found["healthy"] else 1
+
+
 def _advise(arguments: argparse.Namespace, rest: list[str]) -> int:
     without_accelerator()
     return advise.run(
@@ -329,7 +358,7 @@ def _cell(arguments: argparse.Namespace, rest: list[str], varied: dict[str, Any]
         config = load_config(arguments.config, overrides)
         result = audit_run(config, target, **_audit_options(arguments)) if target else None
         plan = result.plan if result else planned(config, parse_target(target).devices if target else None)
-    except (ConfigError, ValueError, AuditError) as error:
+    except (ConfigError, ValueError, AuditError, distributed.DistributedError) as error:
         return Cell(varied, target, error=str(error))
     leaves = tuple(
         {"path": leaf.path, "shape": "x".join(map(str, leaf.shape)), "spec": spec_text(leaf.rest.spec), "bytes": leaf.bytes_on(plan.mesh), "reason": leaf.reason or ""}
