@@ -60,7 +60,7 @@ def main() -> int:
 def _wait(children: list[subprocess.Popen[str]], grace: float) -> int:
     """Until all have ended; the status of the first that failed, in the shell's form, or 0."""
     status, deadline = 0, None
-    while any(child.poll() is None for child in children):
+    while None in [child.poll() for child in children]:
         failed = next((child for child in children if child.returncode), None)
         if failed and deadline is None:
             status, deadline = _shell(failed.returncode), time.monotonic() + grace

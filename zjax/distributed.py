@@ -24,6 +24,8 @@ TIMEOUT = 300
 """Seconds to wait for the other processes."""
 HEARTBEAT = 60
 """Seconds without a sign of life after which a process counts as lost, and the others end with an error."""
+PATIENCE = 5
+"""Seconds to wait for what a connection says: one that says nothing must not hold up the others."""
 FIRST_PORT = 61440
 """Of the ports from which a SLURM or Open MPI job takes one by its number, as jax does."""
 PORTS = 4096
@@ -161,7 +163,7 @@ def _receive(peers: Peers, until: float, timeout: float) -> None:
                 )
                 break
             stack.enter_context(connection)
-            hello = _read(connection, until)
+            hello = _read(connection, min(until, time.monotonic() + PATIENCE))
             if not {"process", "processes"} <= hello.keys():
                 continue  # something else knocked
             index = hello["process"]
@@ -186,7 +188,7 @@ def _report(peers: Peers, until: float, timeout: float) -> None:
         try:
             with socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.1, until - time.monotonic())) as connection:
                 _send(connection, {"process": peers.process, "processes": peers.processes})
-                answer = _read(connection, until + 5)  # what process 0 says when its own time is over
+                answer = _read(connection, until + PATIENCE)  # what process 0 says when its own time is over
             if "error" in answer:
                 if answer["error"]:
                     raise DistributedError(str(answer["error"]))
