@@ -379,7 +379,7 @@ def get_config() -> ConfigDict:
 
 
 def _differing(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    kept = {}
+    kept: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict) and isinstance(defaults.get(name), dict) and name != "schedule_arguments":
             inner = _differing(value, defaults[name])

@@ -109,7 +109,7 @@ def _links(advice: Advice, first: Candidate) -> str:
         if layer.gather
         else "the forward gathers nothing"
     )
-    backward = max((layer.gather_again + layer.reduce).values(), default=0.0)
+    backward = max(layer.sent_backward.values(), default=0.0)
     text = (
         f"Links: {forward}; the backward sends for {backward * 1e3:.2f} ms beside {layer.backward * 1e3:.2f} ms of work and "
         f"{'hides' if layer.hides_backward else 'does not hide'} it."

@@ -7,7 +7,7 @@ for another model it is not known, and `Memory.not_covered` says so.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 
 from zjax.describe import bytes_per_device
@@ -157,7 +157,7 @@ def _scatters(leaf: LeafPlan) -> bool:
 
 def _gathered(plan: Plan) -> int:
     """Whole parameters and gradients at the worst moment of the layer loop."""
-    kept, at_work = 0.0, Counter[str]()
+    kept, at_work = 0.0, defaultdict[str, float](float)
     for unit, leaves in unit_leaves(plan).items():
         if not any(leaf.stacked for leaf in leaves) and any(leaf.stacked for leaf in plan.part("params")):
             continue  # the embedding and the head are whole at another time
@@ -174,7 +174,7 @@ def _gathered(plan: Plan) -> int:
 
 def _single_units(plan: Plan) -> int:
     """The largest unit that is not a layer: its parameters and gradients while they are whole."""
-    sizes = Counter[str]()
+    sizes = defaultdict[str, float](float)
     for unit, leaves in unit_leaves(plan).items():
         for leaf in leaves:
             if not leaf.stacked:

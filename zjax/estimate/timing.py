@@ -7,8 +7,8 @@ chip's speed, all else its bytes over the memory's.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zjax.describe import bytes_per_device
@@ -19,7 +19,7 @@ from zjax.mesh import degree, physical_axes
 from zjax.plan import LeafPlan, Plan
 from zjax.tree import matches
 
-Links = Counter[str]
+Links = dict[str, float]
 """Seconds by link: `inside`, `between`. The links work beside each other."""
 
 # Memory traffic of compiled steps (H100 and v5p, 7B to 70B), fitted to their audits; the rest of this file has no such figures.
@@ -53,6 +53,11 @@ class UnitTime:
     """Sending gradients."""
 
     @property
+    def sent_backward(self) -> Links:
+        """All that is sent beside the backward."""
+        return _together([self.gather_again, self.reduce])
+
+    @property
     def hides_forward(self) -> bool:
         """T_allgather(l+1) <= T_compute(l)."""
         return _longest(self.gather) <= self.forward
@@ -60,7 +65,7 @@ class UnitTime:
     @property
     def hides_backward(self) -> bool:
         """The backward's gather and reduction, of the layers beside it, fit in a layer's backward."""
-        return _longest(self.gather_again + self.reduce) <= self.backward
+        return _longest(self.sent_backward) <= self.backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +104,7 @@ def step_time(plan: Plan, work: Work, cluster: Cluster) -> StepTime:
         compute=micro * sum(unit.layers * (unit.forward + unit.backward) for unit in units) + _memory_seconds(plan, cluster),
         exposed_forward=micro * (forward + tensor / 2),
         exposed_backward=micro * (backward + tensor / 2),
-        exposed_step=_longest(sum((links for (phase, *_), links in sent.items() if phase == "step"), Links())),
+        exposed_step=_longest(_together([links for (phase, *_), links in sent.items() if phase == "step"])),
         units=tuple(units),
     )
 
@@ -116,7 +121,7 @@ def _unit_times(plan: Plan, work: Work, cluster: Cluster, sent: Mapping[tuple[st
         read = all(any(matches(pattern, leaf.name) for pattern in work.only_read) for leaf in leaves)
         forward, backward = (0.0, 0.0) if read else _compute(plan, leaves, work, cluster, stacked)
         times = layers * plan.accumulation.micro_batches
-        part = lambda *key, times=times: Links({link: all_ / times for link, all_ in sent.get(key, {}).items()})  # noqa: E731
+        part = lambda *key, times=times: {link: all_ / times for link, all_ in sent.get(key, {}).items()}  # noqa: E731
         made.append(
             UnitTime(
                 unit=unit,
@@ -141,7 +146,7 @@ def tokens_to_hide(plan: Plan, work: Work, cluster: Cluster) -> float:
     ratios = [0.0]
     for unit in unit_times(plan, work, cluster):
         if unit.stacked:
-            ratios += [_longest(unit.gather) / unit.forward, _longest(unit.gather_again + unit.reduce) / unit.backward]
+            ratios += [_longest(unit.gather) / unit.forward, _longest(unit.sent_backward) / unit.backward]
     return max(ratios) * work.tokens
 
 
@@ -192,9 +197,10 @@ def _link_seconds(plan: Plan, cluster: Cluster) -> dict[tuple[str, str, bool], L
     unit_of = {leaf.path: leaf.unit for leaf in plan.part("params")}
     seconds: dict[tuple[str, str, bool], Links] = {}
     for transfer in transfers(plan):
-        links = seconds.setdefault((transfer.phase, unit_of[transfer.leaf], transfer.kind == "all_gather"), Links())
+        links = seconds.setdefault((transfer.phase, unit_of[transfer.leaf], transfer.kind == "all_gather"), {})
         took = transfer.wire_bytes / cluster.bandwidth(plan.mesh, transfer.axes, transfer.kind)
-        links[cluster.link(plan.mesh, transfer.axes)] += took
+        link = cluster.link(plan.mesh, transfer.axes)
+        links[link] = links.get(link, 0.0) + took
     return seconds
 
 
@@ -209,13 +215,13 @@ def _exposed_forward(plan: Plan, unit: UnitTime, layer: float) -> float:
 
 def _exposed_backward(plan: Plan, unit: UnitTime, layer: float) -> float:
     if not unit.stacked:
-        return _longest(unit.reduce) if unit.only_read else max(0.0, _longest(unit.gather_again + unit.reduce) - layer)
+        return _longest(unit.reduce) if unit.only_read else max(0.0, _longest(unit.sent_backward) - layer)
     reduce = _longest(unit.reduce)
     if plan.engine == "partitioner":  # its reductions hold the layer up
         return unit.layers * (reduce + max(0.0, _longest(unit.gather_again) - unit.backward))
     if not _prefetches(plan, unit):
         return unit.layers * _longest(unit.gather_again) + (unit.layers - 1) * max(0.0, reduce - unit.backward) + reduce
-    return (unit.layers - 1) * max(0.0, _longest(unit.gather_again + unit.reduce) - unit.backward) + reduce
+    return (unit.layers - 1) * max(0.0, _longest(unit.sent_backward) - unit.backward) + reduce
 
 
 def _prefetches(plan: Plan, unit: UnitTime) -> bool:
@@ -236,3 +242,7 @@ def _tensor_seconds(plan: Plan, work: Work, cluster: Cluster) -> float:
 
 def _longest(links: Links) -> float:
     return max(links.values(), default=0.0)
+
+
+def _together(parts: Sequence[Links]) -> Links:
+    return {link: sum(part.get(link, 0.0) for part in parts) for link in dict.fromkeys(itertools.chain(*parts))}
