@@ -236,7 +236,7 @@ FLOORS = (
     {"collectives", "state", "data", "estimate", "flags"},
     {"units", "checkpoint"},
     {"gradients", "layers", "rows"},
-    {"models", "step", "metrics", "guard"},
+    {"models", "step", "metrics", "guard", "profile"},
     {"audit", "train"},
     {"advise", "doctor"},
     {"cli"},

@@ -32,6 +32,7 @@ from zjax.interop.deepspeed import apply, outcomes
 from zjax.mesh import abstract_mesh
 from zjax.models.llama import UNITS
 from zjax.plan import Plan
+from zjax.profile import parse_steps
 from zjax.tree import matches, named_leaves
 from zjax_command import quiet_stderr
 
@@ -107,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
         made[name].add_argument("--process", type=int, metavar="I", help="which of them this is, from 0")
     made["plan"].add_argument("--explain", action="store_true", help="show what becomes of each key of the --deepspeed file, and no plan")
     made["train"].add_argument("--workdir", metavar="DIR", help="where metrics and checkpoints go (default runs/NAME, after the config)")
+    made["train"].add_argument(
+        "--profile", metavar="STEPS", help="trace these steps, 10 or 10:12, into DIR/profile (XProf, TensorBoard, Perfetto)"
+    )
     targets = "cpu:8, gpu:h100:1x8 (hosts x GPUs a host) or tpu:v5p:4x4x4"
     made["audit"].add_argument("--target", required=True, metavar="T", help=targets)
     for name in ("audit", "compare"):
@@ -207,6 +211,7 @@ def parse_value(text: str) -> Any:
 
 
 def _train(arguments: argparse.Namespace, rest: list[str]) -> int:
+    profile = parse_steps(arguments.profile) if arguments.profile else None
     config = load_config(arguments.config, rest)
     file = read_deepspeed(arguments.deepspeed, rest) if arguments.deepspeed else None
     devices = use_devices(arguments.devices, (arguments.coordinator, arguments.processes, arguments.process))
@@ -214,7 +219,8 @@ def _train(arguments: argparse.Namespace, rest: list[str]) -> int:
         config = with_deepspeed(config, file, rest, len(devices))
         if jax.process_index() == 0:
             _tell(arguments.deepspeed, file)
-    result = train.run(config, arguments.workdir or Path("runs") / Path(arguments.config).stem, devices=devices)
+    workdir = arguments.workdir or Path("runs") / Path(arguments.config).stem
+    result = train.run(config, workdir, devices=devices, profile=profile)
     return 0 if result.stopped_by is None else 128 + result.stopped_by
 
 

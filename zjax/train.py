@@ -36,6 +36,7 @@ from zjax.models.attention import attention
 from zjax.models.sample import sample_tokens
 from zjax.optim import make_optimizer
 from zjax.plan import Plan, build_plan
+from zjax.profile import Profile
 from zjax.schedules import make_schedule
 from zjax.state import TrainState, init_state
 from zjax.step import TrainStep, batch_sharding, check_batch, make_train_step
@@ -104,8 +105,17 @@ class Result:
     """The signal that ended it early, after a save; None if every step was done."""
 
 
-def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] | None = None, console: Console | None = None) -> Result:
+def run(
+    config: TrainConfig,
+    workdir: str | Path,
+    *,
+    devices: list[jax.Device] | None = None,
+    console: Console | None = None,
+    profile: tuple[int, int] | None = None,
+) -> Result:
     """Trains; resumes at the newest checkpoint below `workdir` if there is one.
+
+    `profile` names the first and the last step that are traced into `workdir/profile`, in every process.
 
     Everything that can be wrong with the config, the data, the workdir or the checkpoint raises before anything is
     written. In a run of several processes each calls this; only the first writes metrics and prints.
@@ -149,7 +159,8 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
 
     writer = MetricsWriter(workdir, resumed_at or 0) if first else None
     try:
-        state, stopped_by = _loop(config, plan, model, batches, state, checkpointer, meta, writer, console)
+        with Profile(profile, workdir / "profile") as traced:
+            state, stopped_by = _loop(config, plan, model, batches, state, checkpointer, meta, writer, console, traced)
         _save(checkpointer, state, meta)
         losses = writer.column("loss") if writer else []
     finally:
@@ -173,6 +184,7 @@ def _loop(
     meta: dict[str, Any],
     writer: MetricsWriter | None,
     console: Console,
+    traced: Profile,
 ) -> tuple[TrainState, int | None]:
     if int(state.step) >= config.steps:
         return state, None
@@ -212,7 +224,10 @@ def _loop(
     ):
         task = bar.add_task("train", total=config.steps, completed=start, state="compiling")
         for index, batch in prefetch(batches, batch_sharding(plan), start, config.steps):
+            traced.before(index + 1)
             state, metrics = step(state, batch)
+            if traced.after(index + 1, metrics):
+                _say(console, f"traced up to step {index + 1}: xprof or TensorBoard --logdir {checkpointer.directory.parent / 'profile'}")
             # One step behind, so that the host reads metrics while the devices work on the next step.
             if pending is not None:
                 record(*pending)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from zjax.describe import bytes_per_device
 from zjax.estimate.decoder import Decoder
-from zjax.mesh import spec_axes
+from zjax.mesh import physical_axes, spec_axes
 from zjax.plan import LeafPlan, Plan
 
 MARGIN = 0.06
@@ -96,6 +96,8 @@ def memory_of(plan: Plan, work: Work | None, *, memory: float = math.inf, margin
     layers = _stacked_layers(plan)
     activations = working = logits = 0
     missing = ["buffers of libraries and of the compiler beyond the margin"]
+    if physical_axes(plan.mesh, "tensor"):
+        missing.append("what XLA moves and holds over `tensor` beyond the products' own all-reduces: audit it")
     if work and decoder:
         itemsize = max(leaf.forward.dtype.itemsize for leaf in plan.part("params") if leaf.forward)
         saved = decoder.saved_bytes(work.remat, work.remat_names, itemsize)
