@@ -1,6 +1,6 @@
 """zjax: DeepSpeed ZeRO and PyTorch FSDP for JAX."""
 
-from zjax import interop
+from zjax import distributed, interop
 from zjax.audit import Audit, AuditError, audit
 from zjax.checkpoint import Checkpointer, CheckpointError
 from zjax.config import (

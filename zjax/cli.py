@@ -1,4 +1,4 @@
-"""The `zjax` command: train, plan, audit, compare, checkpoint, export, import. Other tools read its options and JSON; keep them stable."""
+"""The `zjax` command, from train to doctor. Other tools read its options and JSON; keep them stable."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from typing import Any
 import jax
 import ml_collections
 
-from zjax import ds_config, train
+from zjax import advise, distributed, doctor, ds_config, train
 from zjax.audit import Audit, AuditError, audit_recipe
 from zjax.audit.targets import parse_target
 from zjax.checkpoint_cli import add_commands
 from zjax.config import TrainConfig, Unit
 from zjax.describe import bytes_per_device, spec_text
-from zjax.estimate import traffic_by_link, traffic_per_step
+from zjax.estimate import Chip, traffic_by_link, traffic_per_step
 from zjax.fields import ConfigError, from_dict
 from zjax.guard import NonFiniteError
 from zjax.interop.deepspeed import apply, outcomes
 from zjax.mesh import abstract_mesh
 from zjax.models.llama import UNITS
 from zjax.plan import Plan
+from zjax.profile import parse_steps
 from zjax.tree import matches, named_leaves
 from zjax_command import quiet_stderr
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (count := getattr(arguments, "devices", None)) is not None and count < 1:
             raise ConfigError(f"--devices={count}: must be positive")
         return arguments.run(arguments, rest)
-    except (ConfigError, ValueError, AuditError) as error:
+    except (ConfigError, ValueError, AuditError, distributed.DistributedError) as error:
         print(f"zjax {arguments.command}: error: {error}", file=sys.stderr)
         return 2
     except NonFiniteError as error:
@@ -71,24 +72,30 @@ def _parser() -> argparse.ArgumentParser:
         "plan": (_plan, "per-leaf placement, bytes per device, traffic per step", "Show what a config places where. Nothing is allocated, no device is needed."),
         "audit": (_audit, "what the compiled program holds, sends and waits for", "Compile the step for a target, which need not be here, and report what each device holds, sends and waits for."),
         "compare": (_compare, "a grid of configs side by side", "Vary fields of a config and show plan figures, and audited ones with --target, side by side."),
+        "advise": (_advise, "which mode to run, why, and what would change that", "Plan and estimate every mode of a model on some hardware, rank those that fit by predicted step time, and say why."),
+        "doctor": (_doctor, "devices, processes, links, versions, memory", "Print what a run here would have: versions, processes, devices, memory, and the bandwidth of an all-gather on each axis."),
     }  # fmt: skip
     made = {}
     for name, (run, short, long) in about.items():
         command = made[name] = commands.add_parser(name, help=short, description=long)
         command.add_argument(
-            "--config", required=True, metavar="FILE", help="a Python file with get_config(); set any field with --config.a.b=VALUE"
+            "--config",
+            required=name not in ("advise", "doctor"),
+            metavar="FILE",
+            help="a Python file with get_config(); set any field with --config.a.b=VALUE",
         )
         command.epilog = "Override any field of the config with --config.a.b=VALUE, for instance --config.zero.stage=2."
         command.set_defaults(run=run)
         if name != "train":
             command.add_argument("--json", action="store_true", help="print JSON instead of text")
-    for name in ("train", "plan"):
+    for name in ("train", "plan", "doctor"):
         made[name].add_argument(
             "--devices",
             type=int,
             metavar="N",
-            help=f"devices to use; without an accelerator they are simulated on the CPU (default {SIMULATED_DEVICES})",
+            help=f"devices to use (of each process, if there are several); without an accelerator they are simulated on the CPU (default {SIMULATED_DEVICES})",
         )
+    for name in ("train", "plan"):
         made[name].add_argument(
             "--deepspeed",
             metavar="JSON",
@@ -103,8 +110,17 @@ def _parser() -> argparse.ArgumentParser:
     imported.add_argument("--workdir", metavar="DIR", help="the run's directory (default runs/NAME, after the config)")
     imported.add_argument("--devices", type=int, metavar="N", help="devices to use")
     imported.set_defaults(run=_import)
+    for name in ("train", "doctor"):
+        made[name].add_argument(
+            "--coordinator", metavar="HOST:PORT", help="where process 0 of several can be reached; SLURM, Open MPI and TPU pods tell"
+        )
+        made[name].add_argument("--processes", type=int, metavar="N", help="how many processes there are")
+        made[name].add_argument("--process", type=int, metavar="I", help="which of them this is, from 0")
     made["plan"].add_argument("--explain", action="store_true", help="show what becomes of each key of the --deepspeed file, and no plan")
     made["train"].add_argument("--workdir", metavar="DIR", help="where metrics and checkpoints go (default runs/NAME, after the config)")
+    made["train"].add_argument(
+        "--profile", metavar="STEPS", help="trace these steps, 10 or 10:12, into DIR/profile (XProf, TensorBoard, Perfetto)"
+    )
     targets = "cpu:8, gpu:h100:1x8 (hosts x GPUs a host) or tpu:v5p:4x4x4"
     made["audit"].add_argument("--target", required=True, metavar="T", help=targets)
     for name in ("audit", "compare"):
@@ -123,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a field and its values, for instance zero.stage=0,1,2,3; repeatable",
     )
     made["compare"].add_argument("--out", metavar="DIR", help="write compare.csv, compare.json and report.html there")
+    advise.add_arguments(made["advise"])
     for name in ("audit", "compare"):
         made[name].add_argument("--keep-hlo", metavar="DIR", help="save the compiled programs' text there")
     return parser
@@ -204,14 +221,16 @@ def parse_value(text: str) -> Any:
 
 
 def _train(arguments: argparse.Namespace, rest: list[str]) -> int:
+    profile = parse_steps(arguments.profile) if arguments.profile else None
     config = load_config(arguments.config, rest)
     file = read_deepspeed(arguments.deepspeed, rest) if arguments.deepspeed else None
-    devices = use_devices(arguments.devices)
+    devices = use_devices(arguments.devices, (arguments.coordinator, arguments.processes, arguments.process))
     if file is not None:
         config = with_deepspeed(config, file, rest, len(devices))
         if jax.process_index() == 0:
             _tell(arguments.deepspeed, file)
-    result = train.run(config, arguments.workdir or Path("runs") / Path(arguments.config).stem, devices=devices)
+    workdir = arguments.workdir or Path("runs") / Path(arguments.config).stem
+    result = train.run(config, workdir, devices=devices, profile=profile)
     return 0 if result.stopped_by is None else 128 + result.stopped_by
 
 
@@ -229,14 +248,26 @@ def _tell(path: str, file: ds_config.DeepSpeedFile) -> None:
         print(f"--deepspeed={path}: {text}", file=sys.stderr)
 
 
-def use_devices(count: int | None) -> list[jax.Device]:
-    """The devices of this run: accelerators where there are any, else `count` simulated on the CPU, which is said."""
-    jax.config.update("jax_num_cpu_devices", count or SIMULATED_DEVICES)
+def use_devices(count: int | None, peers: tuple[str | None, int | None, int | None] = (None, None, None)) -> list[jax.Device]:
+    """The devices of this run: accelerators where there are any, else `count` simulated on the CPU, which is said.
+
+    In a run of several processes (`peers` are the first arguments of `zjax.distributed.initialize`) those of all of them;
+    `count` is then that of each.
+    """
+    simulated = jax.config.values["jax_num_cpu_devices"]  # JAX_NUM_CPU_DEVICES
+    jax.config.update("jax_num_cpu_devices", count or (simulated if simulated > 0 else SIMULATED_DEVICES))
+    if not _accelerator_files() and not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+    distributed.initialize(*peers)
     if not _accelerator_files():
         without_accelerator()
     devices = jax.devices()
-    if devices[0].platform == "cpu":
+    if devices[0].platform == "cpu" and jax.process_index() == 0:
         print(f"no accelerator: {len(devices)} simulated CPU device{'s' if len(devices) > 1 else ''}", file=sys.stderr)
+    if jax.process_count() > 1:
+        if count is not None and devices[0].platform != "cpu":
+            raise ConfigError(f"--devices={count}: a run of several processes uses all their devices; leave it out")
+        return devices
     if count is not None and count > len(devices):
         raise ConfigError(f"--devices={count}: there are {len(devices)} {devices[0].platform} devices")
     return devices[:count]
@@ -324,6 +355,25 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0 if any(not cell.error for cell in cells) else 1
 
 
+def _doctor(arguments: argparse.Namespace, rest: list[str]) -> int:
+    config = load_config(arguments.config, rest) if arguments.config else from_dict(TrainConfig, _overridden({}, rest))
+    devices = use_devices(arguments.devices, (arguments.coordinator, arguments.processes, arguments.process))
+    found = doctor.examine(config.mesh, devices)
+    if jax.process_index() == 0:
+        print(json.dumps(found) if arguments.json else doctor.told(found))
+    return 0 if found["healthy"] else 1
+
+
+def _advise(arguments: argparse.Namespace, rest: list[str]) -> int:
+    without_accelerator()
+    return advise.run(
+        arguments,
+        load=lambda: load_config(arguments.config) if arguments.config else None,
+        with_overrides=lambda config: from_dict(TrainConfig, _overridden(dataclasses.asdict(config), rest)),
+        audit_run=audit_run,
+    )
+
+
 def _cell(arguments: argparse.Namespace, rest: list[str], varied: dict[str, Any], target: str) -> Any:
     from zjax.audit.compare import Cell
 
@@ -332,7 +382,7 @@ def _cell(arguments: argparse.Namespace, rest: list[str], varied: dict[str, Any]
         config = load_config(arguments.config, overrides)
         result = audit_run(config, target, **_audit_options(arguments)) if target else None
         plan = result.plan if result else planned(config, parse_target(target).devices if target else None)
-    except (ConfigError, ValueError, AuditError) as error:
+    except (ConfigError, ValueError, AuditError, distributed.DistributedError) as error:
         return Cell(varied, target, error=str(error))
     leaves = tuple(
         {"path": leaf.path, "shape": "x".join(map(str, leaf.shape)), "spec": spec_text(leaf.rest.spec), "bytes": leaf.bytes_on(plan.mesh), "reason": leaf.reason or ""}
@@ -345,8 +395,18 @@ def _audit_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"keep_hlo": arguments.keep_hlo, "compiler_options": {} if arguments.no_xla_flags else None}
 
 
-def audit_run(config: TrainConfig, target: str, *, keep_hlo: str | None = None, compiler_options: dict[str, str] | None = None) -> Audit:
-    """Audits a configured run's step as it compiles for a target, with `zjax.xla_flags` where no options are given."""
+def audit_run(
+    config: TrainConfig,
+    target: str,
+    *,
+    keep_hlo: str | None = None,
+    compiler_options: dict[str, str] | None = None,
+    chip: Chip | None = None,
+) -> Audit:
+    """Audits a configured run's step as it compiles for a target, with `zjax.xla_flags` where no options are given.
+
+    `chip` is as in `zjax.audit.run.audit_program`.
+    """
     devices = parse_target(target).devices
     recipe = train.plan_run(config, abstract_mesh(config.mesh, devices)).recipe
     model, batch = train.model_of(config), train.abstract_batch(config)
@@ -359,6 +419,7 @@ def audit_run(config: TrainConfig, target: str, *, keep_hlo: str | None = None, 
         **train.step_knobs(config),
         compiler_options=compiler_options,
         keep_hlo=keep_hlo,
+        chip=chip,
     )
 
 

@@ -21,7 +21,8 @@ class ModelConfig:
     """Which model. Fields left at None take the preset's value (`zjax/models/llama.py`)."""
 
     preset: str = "tiny"
-    """`tiny`, `llama2_7b`, `llama3_8b`, `llama3_70b`, or `abstract` (one leaf of `parameters` elements, for planning only)."""
+    """`tiny`, `llama2_7b`, `llama3_8b`, `llama3_70b`, `llama3_405b`, or `abstract` (one leaf of `parameters` elements, for
+    planning only)."""
     parameters: int | None = None
     """Number of parameters of the `abstract` preset; None for every other preset."""
     vocab_size: int | None = None

@@ -39,6 +39,7 @@ from zjax.models.attention import attention
 from zjax.models.sample import sample_tokens
 from zjax.optim import make_optimizer
 from zjax.plan import Plan, build_plan
+from zjax.profile import Profile
 from zjax.schedules import make_schedule
 from zjax.state import TrainState, init_state
 from zjax.step import TrainStep, batch_sharding, check_batch, make_train_step
@@ -111,8 +112,17 @@ class Result:
     """The lowest evaluation loss."""
 
 
-def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] | None = None, console: Console | None = None) -> Result:
+def run(
+    config: TrainConfig,
+    workdir: str | Path,
+    *,
+    devices: list[jax.Device] | None = None,
+    console: Console | None = None,
+    profile: tuple[int, int] | None = None,
+) -> Result:
     """Trains; resumes at the newest checkpoint below `workdir` if there is one.
+
+    `profile` names the first and the last step that are traced into `workdir/profile`, in every process.
 
     Everything that can be wrong with the config, the data, the workdir or the checkpoint raises before anything is
     written. In a run of several processes each calls this; only the first writes metrics and prints.
@@ -166,7 +176,8 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
         evaluation = (
             _Evaluation(config, plan, model, held_out, checkpointer, meta, console) if held_out and config.evaluation.every else None
         )
-        state, stopped_by = _loop(config, plan, model, batches, state, checkpointer, meta, writer, console, evaluation)
+        with Profile(profile, workdir / "profile") as traced:
+            state, stopped_by = _loop(config, plan, model, batches, state, checkpointer, meta, writer, console, evaluation, traced)
         _save(checkpointer, state, meta)
         losses = writer.column("loss") if writer else []
     finally:
@@ -222,6 +233,7 @@ def _loop(
     writer: MetricsWriter | None,
     console: Console,
     evaluation: _Evaluation | None,
+    traced: Profile,
 ) -> tuple[TrainState, int | None]:
     if int(state.step) >= config.steps or (evaluation and evaluation.patience_is_over()):
         return state, None
@@ -263,8 +275,11 @@ def _loop(
     ):
         task = bar.add_task("train", total=config.steps, completed=start, state="compiling")
         for index, batch in prefetch(batches, batch_sharding(plan), start, config.steps):
+            traced.before(index + 1)
             state, metrics = step(state, batch)
             checkpointer.check()
+            if traced.after(index + 1, metrics):
+                _say(console, f"traced up to step {index + 1}: xprof or TensorBoard --logdir {checkpointer.directory.parent / 'profile'}")
             # One step behind, so that the host reads metrics while the devices work on the next step.
             if pending is not None:
                 record(*pending)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -21,6 +22,7 @@ from zjax.audit.report import Audit
 from zjax.audit.schedule import follow
 from zjax.audit.targets import parse_target
 from zjax.config import MeshConfig
+from zjax.estimate import Chip
 from zjax.flags import xla_flags
 from zjax.mesh import AXES, abstract_mesh, degree, physical_axes, resolve_degrees
 from zjax.plan import Plan, Recipe
@@ -74,10 +76,11 @@ def audit_recipe(
     norm_groups: Sequence[str] = (),
     compiler_options: Mapping[str, str] | None = None,
     keep_hlo: str | Path | None = None,
+    chip: Chip | None = None,
 ) -> Audit:
     """`audit` without a step: from the recipe of a plan. The same arguments and errors otherwise.
 
-    What comes after `mesh` is as in `make_train_step`.
+    What comes after `mesh` is as in `make_train_step`; `chip` as in `audit_program`.
     """
     goal = parse_target(target)
     resolve_degrees(mesh, goal.devices)
@@ -87,7 +90,7 @@ def audit_recipe(
     knobs = {"clip": clip, "clip_value": clip_value, "norm_groups": tuple(norm_groups)}
     lower = functools.partial(_lower_step, recipe, loss_fn, knobs=knobs, batch=shapes)
     options = xla_flags(target, plan) if compiler_options is None else compiler_options
-    return audit_program(lower, plan, shapes, target=target, mesh=mesh, compiler_options=options, keep_hlo=keep_hlo)
+    return audit_program(lower, plan, shapes, target=target, mesh=mesh, compiler_options=options, keep_hlo=keep_hlo, chip=chip)
 
 
 def _lower_step(
@@ -108,6 +111,7 @@ def audit_program(
     mesh: MeshConfig,
     compiler_options: Mapping[str, str] | None = None,
     keep_hlo: str | Path | None = None,
+    chip: Chip | None = None,
 ) -> Audit:
     """Audits any program that does the work of a plan's step, a plain `jax.jit` step for instance.
 
@@ -116,6 +120,7 @@ def audit_program(
         gather in it (none for a program without marks). It runs in another process, so it must be picklable.
       plan: what the program is held against; its mesh may be abstract.
       batch: the global batch, arrays or `jax.ShapeDtypeStruct`s.
+      chip: with other speeds than the target's has in the catalogue, for the predicted times.
     """
     goal = parse_target(target)
     compiled = compile_for_target(Request(goal, mesh, lower, dict(compiler_options or {})))
@@ -125,6 +130,7 @@ def audit_program(
         (folder / f"{goal.text.replace(':', '-')}.{hashlib.sha256(compiled.hlo.encode()).hexdigest()[:12]}.hlo.txt").write_text(
             compiled.hlo
         )
+    goal = dataclasses.replace(goal, chip=chip or goal.chip)
     module = parse(compiled.hlo)
     timeline = follow(module, compiled.place, goal.chip)
     share = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(batch)) // plan.data_degree

@@ -25,6 +25,8 @@ class Transfer:
     axes: tuple[str, ...]
     times: int
     wire_bytes: float
+    phase: str
+    """`forward` or `backward`: beside the layers of each micro-batch; `step`: once, beside none."""
 
 
 def transfers(plan: Plan) -> Iterator[Transfer]:
@@ -66,15 +68,16 @@ def _parameter_gathers(plan: Plan, leaf: LeafPlan) -> Iterator[Transfer]:
     assert leaf.forward and leaf.backward
     whole = leaf.bytes_on(plan.mesh, "forward")
     axes = _gathered_axes(leaf.rest, leaf.forward)
-    if axes:
-        # Once for the forward, and once more for the backward where the unit was resharded in between.
-        passes = 2 if _gathered_axes(leaf.backward, leaf.forward) else 1
-        times = passes * plan.accumulation.micro_batches if plan.zero.reshard_after_backward else 1
-        yield _ring(plan, leaf, "all_gather", axes, times, whole)
+    if axes and not plan.zero.reshard_after_backward:
+        yield _ring(plan, leaf, "all_gather", axes, 1, whole, "step")
+    elif axes:
+        yield _ring(plan, leaf, "all_gather", axes, plan.accumulation.micro_batches, whole, "forward")
+        if _gathered_axes(leaf.backward, leaf.forward):  # the unit was resharded in between
+            yield _ring(plan, leaf, "all_gather", axes, plan.accumulation.micro_batches, whole, "backward")
     updated = _gathered_axes(leaf.optimizer, leaf.rest) if leaf.optimizer else ()
     if updated:
         # Stages 1 and 2 (and persistent leaves): each device updated its shard, all need the whole.
-        yield _ring(plan, leaf, "all_gather", updated, 1, whole)
+        yield _ring(plan, leaf, "all_gather", updated, 1, whole, "step")
 
 
 def _gradient_reductions(plan: Plan, leaf: LeafPlan, *, least: bool = False) -> Iterator[Transfer]:
@@ -87,24 +90,24 @@ def _gradient_reductions(plan: Plan, leaf: LeafPlan, *, least: bool = False) -> 
     partial = leaf.partial if scattered or not least else data_axes(plan.mesh)
     each = plan.accumulation.micro_batches
     if scattered:
-        yield _ring(plan, leaf, "reduce_scatter", scattered, each, gradient)
+        yield _ring(plan, leaf, "reduce_scatter", scattered, each, gradient, "backward")
     summed = tuple(axis for axis in data_axes(plan.mesh) if axis not in (*scattered, *partial))
     if summed:
-        yield _ring(plan, leaf, "all_reduce", summed, each, gradient / degree(plan.mesh, scattered))
+        yield _ring(plan, leaf, "all_reduce", summed, each, gradient / degree(plan.mesh, scattered), "backward")
     accumulated = leaf.bytes_on(plan.mesh, "accumulator") / leaf.accumulator.dtype.itemsize * leaf.reduce.itemsize
     last = tuple(axis for axis in _gathered_axes(leaf.optimizer, leaf.accumulator) if axis in partial)
     if last:
-        yield _ring(plan, leaf, "reduce_scatter", last, 1, accumulated)
+        yield _ring(plan, leaf, "reduce_scatter", last, 1, accumulated, "step")
     left = tuple(axis for axis in partial if axis not in spec_axes(leaf.optimizer.spec))
     if left:
-        yield _ring(plan, leaf, "all_reduce", left, 1, accumulated / degree(plan.mesh, last))
+        yield _ring(plan, leaf, "all_reduce", left, 1, accumulated / degree(plan.mesh, last), "step")
 
 
 def _gathered_axes(sharded: Placement, whole: Placement) -> tuple[str, ...]:
     return tuple(axis for axis in spec_axes(sharded.spec) if axis not in spec_axes(whole.spec))
 
 
-def _ring(plan: Plan, leaf: LeafPlan, kind: str, axes: tuple[str, ...], times: int, array_bytes: float) -> Transfer:
+def _ring(plan: Plan, leaf: LeafPlan, kind: str, axes: tuple[str, ...], times: int, array_bytes: float, phase: str) -> Transfer:
     n = degree(plan.mesh, axes)
     once = (n - 1) / n * array_bytes * (2 if kind == "all_reduce" else 1)
-    return Transfer(leaf.path, kind, axes, times, times * once)
+    return Transfer(leaf.path, kind, axes, times, times * once, phase)

@@ -92,6 +92,9 @@ PRESETS = {
     "llama3_70b": LlamaConfig(
         vocab_size=128256, d_model=8192, n_layers=80, n_heads=64, n_kv_heads=8, d_ff=28672, max_sequence=8192, rope_theta=500_000.0
     ),
+    "llama3_405b": LlamaConfig(
+        vocab_size=128256, d_model=16384, n_layers=126, n_heads=128, n_kv_heads=8, d_ff=53248, max_sequence=8192, rope_theta=500_000.0
+    ),
 }  # fmt: skip
 
 
