@@ -151,6 +151,7 @@ def run(config: TrainConfig, workdir: str | Path, *, devices: list[jax.Device] |
     elif resumed_at is not None:
         _say(console, f"resuming at step {resumed_at} of {config.steps}")
 
+    checkpointer.claim()  # before another run's metrics are touched
     writer = MetricsWriter(workdir, resumed_at or 0) if first else None
     try:
         state, stopped_by = _loop(config, plan, model, batches, state, checkpointer, meta, writer, console)

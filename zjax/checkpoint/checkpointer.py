@@ -124,6 +124,10 @@ class Checkpointer:
             self._pending = None
             raise
 
+    def claim(self) -> None:
+        """Takes the directory for this object's saves, as the first save would; CheckpointError where another run writes there."""
+        self._on_first_process(self._take_lock)
+
     def check(self) -> None:
         """Raises what a background write raised since the last call; waits for nothing."""
         if self._opened is not None:
@@ -187,11 +191,14 @@ class Checkpointer:
             ),
         )
 
-    def _make_room(self, step: int) -> None:
-        """Takes the lock, removes what killed runs left under temporary names, and puts aside what has the step's name."""
+    def _take_lock(self) -> None:
         if not self._lock.held:
             self._lock.acquire()
         self._lock.check()
+
+    def _make_room(self, step: int) -> None:
+        """Takes the lock, removes what killed runs left under temporary names, and puts aside what has the step's name."""
+        self._take_lock()
         for folder in self._named(r"\d+\.(orbax-checkpoint-tmp.*|removed)"):
             folder.rmtree()
         folder = self.directory / str(step)
