@@ -66,7 +66,7 @@ def test_list(workdir, capsys):
 
 def test_c49_a_checkpoint_of_eight_devices_is_read_with_one(made):
     """Orbax's metadata needed the devices that had saved. In a process of its own, as users run it."""
-    for verb, expected in [("list", "replica 2 x fsdp 4"), ("show", "params/w"), ("verify", "whole, every leaf is what was saved")]:
+    for verb, expected in [("list", "replica 2 x fsdp 4"), ("verify", "whole, every leaf is what was saved")]:
         done = zjax("checkpoint", verb, made, cwd=made)
         assert done.returncode == 0, done.stderr
         assert expected in done.stdout

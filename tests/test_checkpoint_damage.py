@@ -1,6 +1,7 @@
 """Damaged and unfinished checkpoints: found, named, skipped, never deleted; writers that die, fail or meet."""
 
 import json
+import math
 import os
 import random
 import resource
@@ -211,10 +212,11 @@ def test_which_steps_stay(tmp_path):
     """The newest two, those that 4 divides, and the best; damaged ones are not counted and not deleted."""
     plan = larger_plan()
     (tmp_path / "0").mkdir()
+    (tmp_path / "3.removed").mkdir()  # of a run that was killed while it removed a step
     opened = Checkpointer(tmp_path, keep=2, keep_every=4, keep_best=True)
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        for step, loss in [(1, 5.0), (2, 1.0), (3, None), (4, 3.0), (5, 1.0), (6, 2.0), (7, None)]:
+        for step, loss in [(1, 5.0), (2, 1.0), (3, None), (4, 3.0), (5, 1.0), (6, math.nan), (7, None)]:
             opened.save(filled(plan, step), loss=loss)
         opened.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2", "4", "6", "7"]

@@ -33,7 +33,7 @@ from small import (
 from tensorboardX.proto import event_pb2
 
 from zjax import train
-from zjax.checkpoint import Checkpointer
+from zjax.checkpoint import Checkpointer, CheckpointError
 from zjax.cli import main
 from zjax.config import MeshConfig
 from zjax.guard import NonFiniteError
@@ -301,6 +301,18 @@ def test_the_half_of_a_killed_save_is_not_taken_for_a_checkpoint_and_does_not_st
     half = (tmp_path / "checkpoints" / "6").rename(tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp")
     (half / "commit_success.txt").unlink()
     assert_same_state(run_quietly(six_steps(corpus), tmp_path).state, straight[0].state)
+    assert saved_steps(tmp_path) == ["4", "6"]
+
+
+def test_a_second_run_in_one_workdir_is_refused_before_it_writes(straight, corpus, tmp_path):
+    shutil.copytree(straight[1], tmp_path, dirs_exist_ok=True)
+    other = Checkpointer(tmp_path / "checkpoints")
+    other.claim()
+    before = snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match="being written by another"):
+        run_quietly(six_steps(corpus, steps=8), tmp_path)
+    assert snapshot(tmp_path) == before
+    other.close()
     assert saved_steps(tmp_path) == ["4", "6"]
 
 

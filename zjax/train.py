@@ -171,6 +171,7 @@ def run(
     elif resumed_at is not None:
         _say(console, f"resuming at step {resumed_at} of {config.steps}")
 
+    checkpointer.claim()  # before another run's metrics are touched
     writer = MetricsWriter(workdir, resumed_at or 0) if first else None
     try:
         evaluation = (

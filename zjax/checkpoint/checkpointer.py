@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import time
 import warnings
@@ -116,8 +117,16 @@ class Checkpointer:
         structs = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in leaves.items()}
         self._pending = _Pending(step, structs, list(arrays), sums, described, loss)
         arguments = {path: ocp.SaveArgs(chunk_byte_size=self._chunk_bytes) for path in arrays}
-        with quiet(), self._saving(step):
-            self._writer.save(self.directory / str(step), args=ocp.args.PyTreeSave(arrays, save_args=arguments))
+        try:
+            with quiet(), self._saving(step):
+                self._writer.save(self.directory / str(step), args=ocp.args.PyTreeSave(arrays, save_args=arguments))
+        except CheckpointError:
+            self._pending = None
+            raise
+
+    def claim(self) -> None:
+        """Takes the directory for this object's saves, as the first save would; CheckpointError where another run writes there."""
+        self._on_first_process(self._take_lock)
 
     def check(self) -> None:
         """Raises what a background write raised since the last call; waits for nothing."""
@@ -165,7 +174,7 @@ class Checkpointer:
         assert self._pending is not None
         self._lock.check()
         pending, final = self._pending, self.directory / str(self._pending.step)
-        folder = next(iter(self._temporary(pending.step)), final)
+        folder = next(iter(self._named(rf"{pending.step}\.orbax-checkpoint-tmp.*")), final)
         found = checksum.as_text(pending.summed, pending.sums)
         sharding = next(iter(pending.leaves.values())).sharding
         manifests.write(
@@ -182,12 +191,15 @@ class Checkpointer:
             ),
         )
 
-    def _make_room(self, step: int) -> None:
-        """Takes the lock, removes what killed saves left under temporary names, and puts aside what has the step's name."""
+    def _take_lock(self) -> None:
         if not self._lock.held:
             self._lock.acquire()
         self._lock.check()
-        for folder in self._temporary():
+
+    def _make_room(self, step: int) -> None:
+        """Takes the lock, removes what killed runs left under temporary names, and puts aside what has the step's name."""
+        self._take_lock()
+        for folder in self._named(r"\d+\.(orbax-checkpoint-tmp.*|removed)"):
             folder.rmtree()
         folder = self.directory / str(step)
         if folder.exists():
@@ -195,10 +207,8 @@ class Checkpointer:
             warnings.warn(f"{folder} is damaged or unfinished; it is now {aside.name}, and step {step} is saved anew", stacklevel=3)
             folder.rename(aside)
 
-    def _temporary(self, step: int | None = None) -> list[epath.Path]:
-        """Folders that Orbax has not renamed: of the step, or all."""
-        name = r"\d+" if step is None else str(step)
-        return [path for path in self.directory.iterdir() if re.fullmatch(rf"{name}\.orbax-checkpoint-tmp.*", path.name)]
+    def _named(self, pattern: str) -> list[epath.Path]:
+        return [path for path in self.directory.iterdir() if re.fullmatch(pattern, path.name)]
 
     def _remove_old(self) -> None:
         if self._keep is None:
@@ -210,8 +220,12 @@ class Checkpointer:
         if self._keep_best and (best := _best(whole)) is not None:
             kept.add(best)
         for step in whole.keys() - kept:
-            (self.directory / str(step) / manifests.MANIFEST).unlink()  # from now on it does not exist, whenever the rest goes
-            (self.directory / str(step)).rmtree()
+            folder = self.directory / str(step)
+            if "://" in str(self.directory):  # object stores copy what they rename
+                (folder / manifests.MANIFEST).unlink()  # from now on it does not exist, whenever the rest goes
+            else:
+                folder = folder.rename(folder.with_name(f"{step}.removed"))  # a run that is killed here leaves no half step
+            folder.rmtree()
 
     @contextlib.contextmanager
     def _saving(self, step: int | None) -> Iterator[None]:
@@ -418,5 +432,5 @@ def _none_is_whole(directory: epath.Path, broken: Mapping[int, Any]) -> str:
 
 
 def _best(whole: Mapping[int, Manifest]) -> int | None:
-    losses = {step: manifest.loss for step, manifest in whole.items() if manifest.loss is not None}
+    losses = {step: manifest.loss for step, manifest in whole.items() if manifest.loss is not None and not math.isnan(manifest.loss)}
     return min(losses, key=lambda step: (losses[step], step), default=None)

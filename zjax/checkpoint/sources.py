@@ -58,7 +58,7 @@ def match(saved: Mapping[str, Leaf], wanted: Mapping[str, jax.ShapeDtypeStruct],
             continue
         leaf = saved[source]
         used.add(source)
-        if leaf.shape != ours.shape or (not convert and not _same_dtype(leaf, ours)):
+        if leaf.shape != ours.shape or not (_same_dtype(leaf, ours) or (convert and _both_floating(leaf, ours))):
             problems.append(f"{path}: {leaf.dtype}{list(leaf.shape)} in the checkpoint, {ours.dtype}{list(ours.shape)} in the plan")
         found[path] = _source(source, leaf, ours)
     for path in saved.keys() - wanted.keys() - used:
@@ -86,6 +86,10 @@ def _source_of(path: str, ours: jax.ShapeDtypeStruct, saved: Mapping[str, Leaf],
 
 def _same_dtype(leaf: Leaf, ours: jax.ShapeDtypeStruct) -> bool:
     return np.dtype(jnp.dtype(leaf.dtype)) == np.dtype(ours.dtype)
+
+
+def _both_floating(leaf: Leaf, ours: jax.ShapeDtypeStruct) -> bool:
+    return jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating) and jnp.issubdtype(ours.dtype, jnp.floating)
 
 
 def _would_convert(saved: Mapping[str, Leaf], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> bool:
