@@ -302,7 +302,7 @@ def torch_version(python: str) -> str | None:
 
 def chosen(parser, arguments) -> list[str]:
     """The variants that will run beside the plain one."""
-    known = [name for name in (*PLAIN, *ZJAX) if arguments.remat or "prefetch0" not in name]  # prefetch takes effect with remat
+    known = [*PLAIN, *ZJAX]
     if arguments.torch and arguments.processes == 1:
         parser.error("--torch: torch has no simulated devices; it needs --processes=2")
     if arguments.torch is not False and arguments.processes == 2:

@@ -24,9 +24,9 @@ MODEL = {"n_layers": 2, "d_model": 32, "n_heads": 2, "n_kv_heads": 2, "d_ff": 64
 QUIET = Console(quiet=True)
 METRICS = {
     "step", "loss", "grad_norm", "grad_norm_clipped", "learning_rate", "tokens", "step_seconds", "tokens_per_second",
-    "step_applied", "loss_scale", "skipped_steps",
+    "step_applied", "loss_scale", "skipped_steps", "tflops_per_device",
 }  # fmt: skip
-"""The keys of a line of metrics.jsonl, as published."""
+"""The keys of a line of metrics.jsonl on a CPU, as published."""
 
 
 def write_corpus(path: Path, length: int, seed: int = 0) -> Path:

@@ -181,9 +181,9 @@ def reference_step():
     ("mesh", "engine", "kernel"),
     [
         ("2x4", "partitioner", "chunked"),
-        ("2x4", "explicit", "splash"),
-        ("4 tensor 2", "partitioner", "splash"),
-        ("4 tensor 2", "explicit", "chunked"),
+        pytest.param("2x4", "explicit", "splash", marks=pytest.mark.full),
+        pytest.param("4 tensor 2", "partitioner", "splash", marks=pytest.mark.full),
+        pytest.param("4 tensor 2", "explicit", "chunked", marks=pytest.mark.full),
         ("4 tensor 2", "explicit", "splash"),  # a `shard_map` inside another
         pytest.param("2x4", "partitioner", "splash", marks=pytest.mark.full),
         pytest.param("2x4", "explicit", "chunked", marks=pytest.mark.full),

@@ -45,11 +45,13 @@ FULL = [{"target": target, "size": size, **mode} for target in TARGETS for size 
 
 
 def _covering():
-    """A row for every target in every stage and kept or not; sizes and replicas alternate, so that all pairs occur."""
-    for place, target in enumerate(TARGETS):
+    """A row for every platform in every stage and kept or not; GPU targets, sizes and replicas alternate, so that all pairs occur."""
+    targets = {"cpu": ["cpu:8"], "gpu": [target for target in TARGETS if target.startswith("gpu")], "tpu": ["tpu:v5e:2x4"]}
+    for place, platform in enumerate(targets):
         for row, (stage, keep) in enumerate([(0, False), (1, False), (2, False), (3, False), (3, True)]):
+            target = targets[platform][row % len(targets[platform])]
             size = list(SIZES)[(place + row // 2) % 2]
-            yield {"target": target, "size": size, "stage": stage, "keep": keep, "replica": 1 + (place + row) % 2}
+            yield {"target": target, "size": size, "stage": stage, "keep": keep, "replica": 1 + (place + row + 1) % 2}
 
 
 COVERING = list(_covering())
@@ -60,10 +62,14 @@ def named(case):
 
 
 def test_the_default_cases_cover_all_pairs():
+    """Of platforms, and of all else; every target occurs."""
+
     def pairs(cases):
-        return {pair for case in cases for pair in itertools.combinations(sorted(case.items()), 2)}
+        by_platform = [case | {"target": case["target"].partition(":")[0]} for case in cases]
+        return {pair for case in by_platform for pair in itertools.combinations(sorted(case.items()), 2)}
 
     assert pairs(FULL) == pairs(COVERING)
+    assert {case["target"] for case in COVERING} == set(TARGETS)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=named(case), marks=() if case in COVERING else pytest.mark.full) for case in FULL])

@@ -189,7 +189,7 @@ MISTAKES = {
     "knob of another optimizer": (["--config.optimizer.momentum=0.9"], ["optimizer.momentum", "adamw"]),
     "warm-up beyond the run": (["--config.optimizer.warmup_steps=6"], ["optimizer.warmup_steps=6", "steps=5"]),
     "pattern of no leaf": (["--config.zero.ignored=norms"], ["zero.ignored", "'norms'"]),
-    "what is not there yet": (["--config.precision.compute=float16"], ["precision.compute='float16'", "bfloat16"]),
+    "what is not there yet": (["--config.mesh.sequence=2"], ["mesh.sequence=2", "sequence parallelism is not available"]),
     "negative seed": (["--config.seed=-1"], ["seed=-1"]),
     "seed beyond 32 bits": (["--config.seed=4294967296"], ["seed=4294967296"]),
     "seed beyond 64 bits": (["--config.seed=99999999999999999999"], ["seed=99999999999999999999"]),

@@ -220,7 +220,7 @@ def test_every_section_of_a_run_is_a_config_of_its_own():
     sections = {name: hint for name, hint in typing.get_type_hints(TrainConfig).items() if dataclasses.is_dataclass(hint)}
     assert set(sections.values()) == set(configs()) - {TrainConfig, LossScaleConfig, ParamGroup}  # those are sections of sections
     # The names that other tools rely on.
-    assert set(sections) == {"model", "mesh", "zero", "precision", "optimizer", "accumulation", "data", "checkpoint"}
+    assert set(sections) == {"model", "mesh", "zero", "precision", "optimizer", "accumulation", "data", "checkpoint", "evaluation"}
 
 
 # --- the floors of the package ------------------------------------------------------------------------------------------------
@@ -234,9 +234,11 @@ FLOORS = (
     {"rules", "describe"},
     {"plan"},
     {"collectives", "state", "data", "estimate", "flags"},
-    {"units", "checkpoint"},
+    {"remat", "checkpoint"},
+    {"units"},
     {"gradients", "layers", "rows"},
     {"models", "step", "metrics", "guard", "profile"},
+    {"evaluate"},
     {"audit", "train"},
     {"advise", "doctor"},
     {"cli"},

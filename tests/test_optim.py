@@ -15,7 +15,7 @@ from small import compiled_fast, shared_folder
 import zjax
 from zjax.config import OPTIMIZER_KNOBS, ModelConfig, OptimizerConfig, ParamGroup, TrainConfig
 from zjax.fields import ConfigError
-from zjax.optim import global_norm, group_norms, make_optimizer, schedule_free_eval_params
+from zjax.optim import global_norm, make_optimizer, schedule_free_eval_params
 from zjax.state import unplanned
 from zjax.train import plan_run
 from zjax.tree import named_leaves
@@ -554,13 +554,3 @@ def test_the_global_norm_is_over_every_axis(spec):
     wanted = float(np.sqrt(sum(i**2 for i in range(64)) + 9))
     placed = {"a": jax.device_put(grads["a"], NamedSharding(on, spec)), "b": grads["b"]}
     assert float(jax.jit(global_norm)(placed)) == pytest.approx(wanted, rel=1e-6)
-
-
-def test_norms_by_group():
-    grads = {"layers": {"w": jnp.full((2, 2), 2.0), "norm": jnp.full(4, 3.0)}, "head": jnp.float32(5)}
-    assert {k: float(v) for k, v in group_norms(grads, {"matrices": ("layers/w",), "rest": ("*norm", "head")}).items()} == {
-        "matrices": 4.0,
-        "rest": pytest.approx(61**0.5),
-    }
-    with pytest.raises(ValueError, match=r"group_norms.*'layer'"):
-        group_norms(grads, {"x": ("layer",)})

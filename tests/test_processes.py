@@ -21,7 +21,11 @@ WORKER = Path(__file__).parent / "train_process.py"
 PROCESSES = 2
 RUNS = {
     "stage 3, hybrid": {"zero": {"stage": 3}, "mesh": {"replica": 2, "fsdp": 4}},
-    "stage 2, 2 micro-batches": {"zero": {"stage": 2}, "accumulation": {"micro_batches": 2}},
+    "stage 2, 2 micro-batches": {
+        "zero": {"stage": 2},
+        "accumulation": {"micro_batches": 2},
+        "evaluation": {"every": 2, "fraction": 0.3},
+    },
 }
 
 
@@ -99,6 +103,8 @@ def test_two_processes_take_the_trajectory_of_one(in_two, corpus, tmp_path, name
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]  # written by one of them, once
     for metric in ("loss", "grad_norm", "grad_norm_clipped", "tokens", "learning_rate"):
         np.testing.assert_allclose([line[metric] for line in lines], [line[metric] for line in expected], rtol=1e-6, err_msg=metric)
+    evaluated = [{line["step"]: line["eval_loss"] for line in each if "eval_loss" in line} for each in (lines, expected)]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6) and list(evaluated[0]) == ([2, 4] if "evaluation" in RUNS[name] else [])
     assert expected[0]["loss"] - expected[-1]["loss"] > 0.1
 
 

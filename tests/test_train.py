@@ -287,7 +287,7 @@ def test_a_resumed_run_is_the_straight_run(straight, corpus, tmp_path):
     result = run_quietly(six_steps(corpus), tmp_path)
     assert_same_state(result.state, straight[0].state)
     assert result.losses == straight[0].losses
-    timing = ("step_seconds", "tokens_per_second")
+    timing = ("step_seconds", "tokens_per_second", "tflops_per_device")
     untimed = [
         [{name: value for name, value in line.items() if name not in timing} for line in metrics(path)] for path in (tmp_path, straight[1])
     ]

@@ -7,6 +7,7 @@ from zjax.config import (
     AccumulationConfig,
     CheckpointConfig,
     DataConfig,
+    EvaluationConfig,
     LossScaleConfig,
     MeshConfig,
     ModelConfig,
@@ -18,6 +19,7 @@ from zjax.config import (
     ZeroConfig,
 )
 from zjax.describe import bytes_per_device
+from zjax.evaluate import EvalStep, evaluate, make_eval_step
 from zjax.fields import ConfigError
 from zjax.flags import xla_flags
 from zjax.gradients import mean_loss
@@ -25,6 +27,7 @@ from zjax.guard import NonFiniteError, NonFiniteGuard
 from zjax.layers import scan_layers
 from zjax.mesh import abstract_mesh, make_mesh
 from zjax.plan import LeafPlan, Placement, Plan, build_plan
+from zjax.remat import offload_names, save_names
 from zjax.rows import global_mean, row_keys
 from zjax.state import TrainState, init_state
 from zjax.step import TrainStep, batch_sharding, make_train_step

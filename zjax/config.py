@@ -124,12 +124,12 @@ class ZeroConfig:
     """How data is moved: `partitioner` (XLA's SPMD partitioner, by sharding constraints), `explicit` (collectives written
     out in `shard_map`), or `auto`, which picks one for the plan and says why."""
     prefetch: int = 1
-    """Layers whose weights `scan_layers` gathers ahead: 0 or 1. Takes effect with `remat="full"` (FSDP forward_prefetch and
-    BACKWARD_PRE, DeepSpeed stage3_prefetch_bucket_size)."""
+    """Layers whose weights `scan_layers` gathers ahead, forward and backward: 0 or 1 (FSDP forward_prefetch and BACKWARD_PRE,
+    DeepSpeed stage3_prefetch_bucket_size)."""
     max_gathered_units: int | None = None
     """How many units that stand one after the other may be whole at once: gathered in the forward, or with gradients not
-    yet scattered in the backward. The explicit engine (without a `tensor` axis) can bound it: None means 2 there, FSDP's
-    limit_all_gathers (compare DeepSpeed stage3_max_live_parameters); 0 leaves it to XLA. `prefetch` needs prefetch + 1."""
+    yet scattered in the backward. The explicit engine (without a `tensor` axis) can bound it: None means prefetch + 1 there,
+    FSDP's limit_all_gathers (compare DeepSpeed stage3_max_live_parameters); 0 leaves it to XLA. `prefetch` needs prefetch + 1."""
 
     def __post_init__(self) -> None:
         check_types(self, "zero.")
@@ -556,12 +556,51 @@ class CheckpointConfig:
     every: int = 0
     """Optimizer steps between saves; 0 saves at the end and on SIGTERM or Ctrl-C only."""
     keep: int = 2
-    """The newest checkpoints that are kept."""
+    """The newest checkpoints that are kept; with evaluation the best one beside them (`evaluation.keep_best`)."""
 
     def __post_init__(self) -> None:
         check_types(self, "checkpoint.")
         require(self.every >= 0, "checkpoint.every", self.every, "must be 0 or more steps")
         require(self.keep > 0, "checkpoint.keep", self.keep, "must be positive")
+
+
+REMATS = ("none", "full", "dots", "names", "offload")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """The loss on text that is not trained on: when it is taken, and what follows from it."""
+
+    every: int = 0
+    """Optimizer steps between evaluations; 0 for none."""
+    path: str | tuple[str, ...] | None = None
+    """Held-out text, as `data.path` and tokenized like it."""
+    fraction: float = 0.0
+    """Share of the corpus, from its end, that is held out and never trained on, where there is no `path`."""
+    patience: int = 0
+    """Evaluations in a row without a new lowest loss after which the run ends; 0 never ends it."""
+    keep_best: bool = True
+    """Whether to save at each new lowest loss, and to keep the checkpoint of the lowest beside the newest `checkpoint.keep`."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "evaluation.")
+        require(self.every >= 0, "evaluation.every", self.every, "must be 0 or more steps")
+        require(0 <= self.fraction < 1, "evaluation.fraction", self.fraction, "must lie in [0, 1)")
+        require(self.patience >= 0, "evaluation.patience", self.patience, "must be 0 or more evaluations")
+        require(
+            self.path is None or not self.fraction,
+            "evaluation.fraction",
+            self.fraction,
+            "evaluation.path names the held-out text; set one of them",
+        )
+        require(
+            not self.every or bool(self.path) or self.fraction > 0,
+            "evaluation.every",
+            self.every,
+            "nothing is held out; set evaluation.path or evaluation.fraction",
+        )
+        require(self.every > 0 or not self.path, "evaluation.path", self.path, "evaluation.every=0 never evaluates; set it")
+        require(self.every > 0 or not self.patience, "evaluation.patience", self.patience, "evaluation.every=0 never evaluates; set it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -585,7 +624,15 @@ class TrainConfig:
     trainable: tuple[str, ...] = ()
     """Patterns of the only parameters that are trained (LoRA); empty for all. Those also named by `frozen` are not."""
     remat: str = "none"
-    """Per block: `none`, `full` (recompute all but the block's input), `dots` (keep matrix products without batch dims)."""
+    """What each block's backward recomputes: `none`; `full`, all but the block's input; `dots`, all but matrix products
+    without batch dims; `names`, all but the values in `remat_names`; `offload`, the same, with those values in the host's
+    memory (DeepSpeed cpu_checkpointing)."""
+    remat_names: tuple[str, ...] = ()
+    """Values that `names` and `offload` save: of a Llama `block_input`, `query`, `key`, `value`, `attention`, `attention_out`,
+    `mlp_gate`, `mlp_up`. Empty is `attention` and `attention_out` for `names`, `block_input` for `offload`."""
+    remat_every: int = 1
+    """Only the input of every so many blocks is saved (Megatron recompute_num_layers); so many are computed again at once, and
+    `remat` says what is held of each until its backward. One more forward and gathering; divides the number of blocks."""
     sample_tokens: int = 200
     """Tokens of sampled text printed at the end; 0 for none."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -596,8 +643,11 @@ class TrainConfig:
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
+        if self.remat is None:  # as the command line reads `none`
+            object.__setattr__(self, "remat", "none")
         check_types(self, "")
         require(self.steps > 0, "steps", self.steps, "must be positive")
         require(0 <= self.seed < 2**32, "seed", self.seed, "must lie in [0, 2**32)")
@@ -609,7 +659,14 @@ class TrainConfig:
             "must be positive and finite, or None not to clip",
         )
         require(self.max_consecutive_skips >= 0, "max_consecutive_skips", self.max_consecutive_skips, "must be 0 or more steps")
-        require(self.remat in ("none", "full", "dots"), "remat", self.remat, "must be 'none', 'full' or 'dots'")
+        require(self.remat in REMATS, "remat", self.remat, f"{nearest(self.remat, REMATS)}must be one of {', '.join(REMATS)}")
+        require(
+            not self.remat_names or self.remat in ("names", "offload"),
+            "remat_names",
+            self.remat_names,
+            f"only remat='names' and 'offload' save by name, and remat={self.remat!r}",
+        )
+        require(self.remat_every > 0, "remat_every", self.remat_every, "must be a positive number of blocks")
         require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "must be 0 or more")
         require(
             self.optimizer.warmup_steps <= self.steps,

@@ -229,7 +229,11 @@ def _explicit(
     return jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(specs_of(leaves, "rest"), manual_spec(mesh, P(None, *plan.batch_spec) if micro_batched else plan.batch_spec), P()),
+        in_specs=(
+            specs_of(plan.part("params"), "rest"),
+            manual_spec(mesh, P(None, *plan.batch_spec) if micro_batched else plan.batch_spec),
+            P(),
+        ),
         out_specs=(specs_of(plan.trained, "optimizer"), P(), P()),
         axis_names=manual,
         check_vma=False,

@@ -9,6 +9,8 @@ from typing import Any
 
 from tensorboardX import SummaryWriter
 
+from zjax.estimate.hardware import Chip
+
 
 class MetricsWriter:
     """Appends one JSON object a step to `metrics.jsonl`, and the same numbers to TensorBoard.
@@ -39,13 +41,22 @@ class MetricsWriter:
                 self._board.add_scalar(name, float(value), line["step"])
 
     def column(self, name: str) -> list[float]:
-        """One metric over all steps so far; NaN where it was not finite."""
-        return [math.nan if line[name] is None else line[name] for line in self.lines]
+        """One metric over all steps so far that have it; NaN where it was not finite."""
+        return [math.nan if line[name] is None else line[name] for line in self.lines if name in line]
 
     def close(self) -> None:
         """Closes both files."""
         self._file.close()
         self._board.close()
+
+
+def model_flops(tokens_per_second: float, flops_per_token: float, devices: int, chip: Chip | None) -> dict[str, float]:
+    """`tflops_per_device`: 1e12 model operations a second and device; on a known chip `mfu`, its share of the chip's peak.
+
+    Model FLOPs utilization (PaLM, appendix B) is taken of the dense bfloat16 peak, whatever the compute dtype.
+    """
+    flops = tokens_per_second * flops_per_token / devices
+    return {"tflops_per_device": flops / 1e12} | ({"mfu": flops / chip.flops} if chip else {})
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

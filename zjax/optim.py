@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -292,17 +292,6 @@ def schedule_free_eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
 def global_norm(grads: PyTree) -> jax.Array:
     """Euclidean norm over all leaves, float32 scalar. Squares are taken in float32 (fp16 leaves would overflow)."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
-
-
-def group_norms(grads: PyTree, groups: Mapping[str, Sequence[str]]) -> dict[str, jax.Array]:
-    """The global norm of the leaves that each group's patterns name, by the group's name; ValueError for an unused pattern."""
-    named = named_leaves(grads)
-    for group, patterns in groups.items():
-        require_all_used(patterns, [name for name, _ in named], f"group_norms[{group!r}]")
-    return {
-        group: global_norm([g for name, g in named if any(matches(pattern, name) for pattern in patterns)])
-        for group, patterns in groups.items()
-    }
 
 
 def clip_factor(norm: jax.Array, clip: float | None) -> jax.Array:

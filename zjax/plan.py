@@ -179,7 +179,7 @@ class Plan:
         """How many units that stand one after the other are whole at once at most; 0 where XLA decides."""
         if self.engine == "partitioner" or physical_axes(self.mesh, "tensor"):
             return 0
-        return 2 if self.zero.max_gathered_units is None else self.zero.max_gathered_units
+        return self.zero.prefetch + 1 if self.zero.max_gathered_units is None else self.zero.max_gathered_units
 
     @property
     def data_degree(self) -> int:

@@ -24,13 +24,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from zjax import rules
 from zjax.checkpoint import Checkpointer, CheckpointError
 from zjax.config import TrainConfig
-from zjax.data import DTYPES, Batches, Corpus, load_corpus, prefetch
+from zjax.data import DTYPES, Batches, Corpus, EvalBatches, hold_out, load_corpus, prefetch
 from zjax.describe import summary
+from zjax.estimate.hardware import chip_of_kind
+from zjax.evaluate import EvalStep, Watch, evaluate, make_eval_step
 from zjax.fields import ConfigError
 from zjax.flags import xla_flags
 from zjax.guard import NonFiniteError, NonFiniteGuard
 from zjax.mesh import AnyMesh, make_mesh
-from zjax.metrics import MetricsWriter, draw_loss_curve
+from zjax.metrics import MetricsWriter, draw_loss_curve, model_flops
 from zjax.models import llama
 from zjax.models.attention import attention
 from zjax.models.sample import sample_tokens
@@ -80,7 +82,9 @@ def model_of(config: TrainConfig) -> llama.LlamaFunctions:
     """The model a config names, as functions; ConfigError for one that cannot be trained as configured."""
     if config.model.preset == "abstract":
         raise ConfigError("model.preset='abstract': a parameter count can be planned, not trained; choose a Llama preset")
-    model = llama.LlamaFunctions(llama.from_config(config.model), config.remat)
+    model = llama.LlamaFunctions(llama.from_config(config.model), llama.remat_of(config.remat, config.remat_names), config.remat_every)
+    if model.config.n_layers % config.remat_every:
+        raise ConfigError(f"remat_every={config.remat_every}: must divide model.n_layers={model.config.n_layers}")
     length, longest = config.data.sequence_length, model.config.max_sequence
     if length > longest:
         raise ConfigError(f"data.sequence_length={length}: longer than the rotary table, model.max_sequence={longest}")
@@ -102,7 +106,9 @@ class Result:
     losses: list[float]
     """Loss of every step since the start, resumed ones included."""
     stopped_by: int | None
-    """The signal that ended it early, after a save; None if every step was done."""
+    """The signal that ended it early, after a save; None if every step was done, or the evaluation ended it."""
+    watch: Watch = Watch()  # noqa: RUF009  (frozen)
+    """The lowest evaluation loss."""
 
 
 def run(
@@ -131,16 +137,20 @@ def run(
     plan = plan_run(config, make_mesh(config.mesh, devices))
     check_batch(plan, abstract_batch(config))
     _check_attention(config, model)
-    corpus = load_corpus(config.data)
-    if corpus.vocab_size > model.config.vocab_size:
-        raise ConfigError(f"model.vocab_size={model.config.vocab_size}: the corpus has {corpus.vocab_size} tokens; raise it to that")
+    corpus, held_out = hold_out(load_corpus(config.data), config.data, config.evaluation)
+    vocab_size = max(corpus.vocab_size, held_out.vocab_size if held_out else 0)
+    if vocab_size > model.config.vocab_size:
+        raise ConfigError(f"model.vocab_size={model.config.vocab_size}: the corpus has {vocab_size} tokens; raise it to that")
     batches = Batches(corpus, config.data.global_batch, config.data.sequence_length, config.seed)
     workdir = _usable_workdir(Path(workdir))
-    checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep)
+    keep_best = bool(config.evaluation.every) and config.evaluation.keep_best
+    checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=keep_best)
     meta = _meta(config, model, corpus)
     resumed_at = checkpointer.latest_step()
     if resumed_at is not None:
-        _require_same_run(checkpointer.meta(resumed_at), meta, checkpointer.directory / str(resumed_at))
+        saved = checkpointer.meta(resumed_at)
+        _require_same_run(saved, meta, checkpointer.directory / str(resumed_at))
+        meta["evaluation"] = saved.get("evaluation", meta["evaluation"])
     state = checkpointer.restore(plan, resumed_at) if resumed_at is not None else init_state(plan, jax.random.key(config.seed))
 
     entropy = corpus.unigram_entropy()
@@ -154,13 +164,18 @@ def run(
             f"nothing to train: the run is at step {resumed_at}"
             + (f" of {config.steps}" if resumed_at == config.steps else f", and steps={config.steps}"),
         )
+    elif resumed_at is not None and 0 < config.evaluation.patience <= meta["evaluation"]["since"]:
+        _say(console, f"nothing to train: the run ended early at step {resumed_at}, evaluation.patience={config.evaluation.patience}")
     elif resumed_at is not None:
         _say(console, f"resuming at step {resumed_at} of {config.steps}")
 
     writer = MetricsWriter(workdir, resumed_at or 0) if first else None
     try:
+        evaluation = (
+            _Evaluation(config, plan, model, held_out, checkpointer, meta, console) if held_out and config.evaluation.every else None
+        )
         with Profile(profile, workdir / "profile") as traced:
-            state, stopped_by = _loop(config, plan, model, batches, state, checkpointer, meta, writer, console, traced)
+            state, stopped_by = _loop(config, plan, model, batches, state, checkpointer, meta, writer, console, evaluation, traced)
         _save(checkpointer, state, meta)
         losses = writer.column("loss") if writer else []
     finally:
@@ -169,9 +184,9 @@ def run(
             writer.close()
     if stopped_by is not None:
         _say(console, f"stopped by {signal.Signals(stopped_by).name}; saved at step {int(state.step)}")
-        return Result(state, losses, stopped_by)
+        return Result(state, losses, stopped_by, Watch(**meta["evaluation"]))
     _report(config, model, corpus, state, losses, entropy, workdir, console)
-    return Result(state, losses, None)
+    return Result(state, losses, None, Watch(**meta["evaluation"]))
 
 
 def _loop(
@@ -184,14 +199,16 @@ def _loop(
     meta: dict[str, Any],
     writer: MetricsWriter | None,
     console: Console,
+    evaluation: _Evaluation | None,
     traced: Profile,
 ) -> tuple[TrainState, int | None]:
-    if int(state.step) >= config.steps:
+    if int(state.step) >= config.steps or (evaluation and evaluation.patience_is_over()):
         return state, None
     step: TrainStep = make_train_step(plan, model.loss, **step_knobs(config))
     schedule = make_schedule(config.optimizer, config.steps)
     start, skipped = int(state.step), int(state.skipped_steps)
     guard = NonFiniteGuard(plan, config.max_consecutive_skips)
+    flops = functools.partial(_model_flops, plan, model.flops_per_token(config.data.sequence_length))
     clock, pending = time.perf_counter(), None
 
     def record(done: int, metrics: dict[str, jax.Array]) -> None:
@@ -207,6 +224,7 @@ def _loop(
             values.pop(name, None)
         line = {"step": done, **values, "learning_rate": learning_rate, "tokens": round(tokens), "step_seconds": seconds}
         line |= {"tokens_per_second": tokens / seconds, "step_applied": applied, "loss_scale": loss_scale, "skipped_steps": skipped}
+        line |= flops(tokens / seconds)
         if writer:
             writer.write(line)
         if told := guard.observe(done, observed):
@@ -231,7 +249,15 @@ def _loop(
             # One step behind, so that the host reads metrics while the devices work on the next step.
             if pending is not None:
                 record(*pending)
-            pending = index + 1, metrics
+            evaluated: dict[str, Any] = {}
+            if evaluation and (index + 1) % config.evaluation.every == 0:
+                jax.block_until_ready(metrics)
+                started = time.perf_counter()
+                evaluated = evaluation.of(state)
+                clock += time.perf_counter() - started  # no part of the step's time
+            pending = index + 1, metrics | evaluated
+            if evaluation and evaluation.patience_is_over():
+                break
             if _agreed(caught.number, index) is not None:
                 break
             if config.checkpoint.every and (index + 1) % config.checkpoint.every == 0 and index + 1 < config.steps:
@@ -241,9 +267,53 @@ def _loop(
     return state, _agreed(caught.number, 0) if int(state.step) < config.steps else None
 
 
-def _save(checkpointer: Checkpointer, state: TrainState, meta: dict[str, Any]) -> None:
+class _Evaluation:
+    """The evaluations of a run: what is known of them is in `meta["evaluation"]`, and so in every checkpoint."""
+
+    def __init__(
+        self, config: TrainConfig, plan: Plan, model: llama.LlamaFunctions, held_out: Corpus, checkpointer: Checkpointer, meta: dict[str, Any], console: Console
+    ):  # fmt: skip
+        self.config, self.checkpointer, self.meta, self.console = config.evaluation, checkpointer, meta, console
+        # Rows of one micro-batch: a forward of more would hold more than a step does.
+        self.batches = EvalBatches(held_out, config.data.global_batch // config.accumulation.micro_batches, config.data.sequence_length)
+        self.step: EvalStep = make_eval_step(plan, model.loss)
+
+    def of(self, state: TrainState) -> dict[str, float]:
+        """`eval_loss`, the mean loss of the held-out text; a state with a new lowest one is saved."""
+        batches = prefetch(self.batches, batch_sharding(self.step.plan), 0, len(self.batches))
+        loss = _same_everywhere(evaluate(self.step, state, (batch for _, batch in batches))["loss"])
+        before, step = Watch(**self.meta["evaluation"]), int(state.step)
+        watch = before.seen(step, loss)
+        self.meta["evaluation"] = dataclasses.asdict(watch)
+        if self.config.keep_best and watch.best_step == step:
+            _save(self.checkpointer, state, self.meta, loss)
+        if not self.console.is_terminal or self.patience_is_over():
+            _say(self.console, f"step {step}: eval loss {loss:.3f}, the lowest {_lowest(watch)}")
+        return {"eval_loss": loss}
+
+    def patience_is_over(self) -> bool:
+        """Whether the run ends early; the same in all processes, and after a resume."""
+        return 0 < self.config.patience <= self.meta["evaluation"]["since"]
+
+
+def _lowest(watch: Watch) -> str:
+    return f"{watch.best_loss:.3f} at step {watch.best_step}" if watch.best_step is not None else "not a number"
+
+
+def _same_everywhere(value: float) -> float:
+    """The first process's value in all of them: what they decide by it must be the same."""
+    rounded = np.float32(value)
+    return float(rounded if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(rounded))
+
+
+def _model_flops(plan: Plan, flops_per_token: float, tokens_per_second: float) -> dict[str, float]:
+    """`tflops_per_device` and, on a known chip, `mfu`."""
+    return model_flops(tokens_per_second, flops_per_token, plan.mesh.size, chip_of_kind(jax.devices()[0].device_kind))
+
+
+def _save(checkpointer: Checkpointer, state: TrainState, meta: dict[str, Any], loss: float | None = None) -> None:
     if checkpointer.latest_step() != int(state.step):
-        checkpointer.save(state, meta)
+        checkpointer.save(state, meta, loss=loss)
 
 
 @contextlib.contextmanager
@@ -319,13 +389,14 @@ def _usable_workdir(workdir: Path) -> Path:
 def _meta(config: TrainConfig, model: llama.LlamaFunctions, corpus: Corpus) -> dict[str, Any]:
     """What a checkpoint says of its run; `model` and `data` must be the same on resume."""
     data = {
+        "evaluation.fraction": config.evaluation.fraction,
         "corpus": corpus.fingerprint,
         "data.global_batch": config.data.global_batch,
         "data.sequence_length": config.data.sequence_length,
         "seed": config.seed,
     }
     sizes = {name: value for name, value in dataclasses.asdict(model.config).items() if name != "attention"}  # all kernels compute the same
-    return {"model": sizes, "data": data, "config": dataclasses.asdict(config)}
+    return {"model": sizes, "data": data, "config": dataclasses.asdict(config), "evaluation": dataclasses.asdict(Watch())}
 
 
 def _require_same_run(saved: dict[str, Any], ours: dict[str, Any], where: Path) -> None:

@@ -20,8 +20,9 @@ import jax.extend
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from zjax.collectives import constrain_rows, gather, is_gather, is_local, local_shape, zero_after
+from zjax.collectives import constrain_rows, gather, is_local, local_shape, zero_after
 from zjax.plan import Plan
+from zjax.remat import NamedPolicy, RematPolicy, but_gathered, names_in, remat_policy, require_named
 from zjax.tree import PyTree, matches, named_leaves
 
 plan_context = jax.make_user_context(default_value=None)
@@ -45,9 +46,6 @@ def current_plan() -> Plan | None:
     return None if tracing is None or tracing.recording is not None else tracing.plan
 
 
-RematPolicy = Callable[..., Any]
-
-
 def fully_shard(block: Any, *, at: str | None = None, remat: str | RematPolicy | None = None) -> Any:
     """Marks a unit: its parameters are gathered for its forward and again for its backward, its gradient scattered.
 
@@ -67,12 +65,14 @@ def fully_shard(block: Any, *, at: str | None = None, remat: str | RematPolicy |
         must have the plan's shapes; those of a stacked unit (`units=("layers[*]",)`) come one layer at a time. A linen
         module knows its path, and needs none.
       remat: recompute the block in the backward: `"full"` (all but its inputs), `"dots"` (keep matrix products without
-        batch dims), a `jax.checkpoint` policy, or None. Give it here rather than wrapping the block in
-        `jax.checkpoint`: what is recomputed and what is gathered again is one decision, and with
-        `reshard_after_forward=False` gathered parameters are kept outside the recomputed part.
+        batch dims), `zjax.save_names(...)`, `zjax.offload_names(...)`, a `jax.checkpoint` policy, or None. Gathered
+        parameters are never saved by it. Give it here rather than wrapping the block in `jax.checkpoint`: what is
+        recomputed and what is gathered again is one decision, and with `reshard_after_forward=False` gathered
+        parameters are kept outside the recomputed part.
 
     Raises:
-      ValueError: `at` is missing; when a step is traced: a leaf whose path or shape differs from the plan's.
+      ValueError: `at` is missing or `remat` is unknown; when a step is traced: a leaf whose path or shape differs from the
+        plan's, a name to save that the block (but for a linen module) gives to nothing.
     """
     policy = remat_policy(remat)
     if isinstance(block, type) and issubclass(block, linen.Module):
@@ -131,6 +131,8 @@ def _run(
     check_shapes(tracing.plan, at, params)
     if tracing.recording is not None:
         with _noted([join(at, name) for name, _ in named_leaves(params)], at):
+            if isinstance(policy, NamedPolicy):
+                require_named(policy, names_in(lambda p: block(p, *args, **kwargs), params), f"fully_shard(at={at!r})")
             return block(params, *args, **kwargs)
     params, args, wait = _entered(tracing.plan, params, args)
     gathered, kept = _gather_of(tracing, at, params, wait)
@@ -257,18 +259,6 @@ def _order_backward(params: PyTree, x: PyTree, earlier: jax.Array, *, alone: boo
     return jax.tree.unflatten(treedef, given), jax.tree.unflatten(in_x, values), scattered
 
 
-def but_gathered(policy: RematPolicy | None) -> RematPolicy:
-    """The policy with gathered parameters taken out of what it saves; None saves everything else."""
-
-    def saved(primitive: Any, *args: Any, **params: Any) -> Any:
-        if is_gather(primitive, params):
-            return False
-        # A name is an identity: its input is saved already.
-        return primitive.name != "name" if policy is None else policy(primitive, *args, **params)
-
-    return saved
-
-
 def on_rows_of(block: Callable[..., Any], at: str) -> Callable[..., Any]:
     """`block(params, x, ...)` with `x` and its outputs of as many rows kept on the data axes, and in the unit's dtypes.
 
@@ -291,20 +281,6 @@ def on_rows_of(block: Callable[..., Any], at: str) -> Callable[..., Any]:
         return constrain_rows(plan, out, rows)
 
     return on_rows
-
-
-def remat_policy(remat: str | RematPolicy | None) -> RematPolicy | None:
-    """The `jax.checkpoint` policy that a remat argument names; ValueError for an unknown name."""
-    if remat is None or callable(remat):
-        return remat
-    named = {
-        "none": None,
-        "full": jax.checkpoint_policies.nothing_saveable,
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    }
-    if remat not in named:
-        raise ValueError(f"fully_shard: remat={remat!r}: must be one of {', '.join(named)}, a jax.checkpoint policy or None")
-    return named[remat]
 
 
 _recorded: contextvars.ContextVar[Any] = contextvars.ContextVar("zjax_marked", default=None)

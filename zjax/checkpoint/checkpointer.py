@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,31 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be restored into a plan. The message names the leaves and what differs."""
 
 
+LOSS = "loss"
+
+
+def _loss_of(metrics: Any) -> float:
+    return metrics[LOSS]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Which checkpoints stay, for Orbax: the newest so many, and the first of the lowest loss beside them."""
+
+    newest: int | None
+    best: bool
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        if self.newest is None:
+            return [True] * len(checkpoints)
+        steps = [info.step for info in sorted(checkpoints, key=lambda info: info.step)]
+        kept = set(steps[-self.newest :])
+        rated = [(_loss_of(info.metrics), info.step) for info in checkpoints if info.metrics]
+        if self.best and rated:
+            kept.add(min(rated)[1])
+        return [info.step in kept for info in checkpoints]
+
+
 class Checkpointer:
     """Saves and restores train states in one directory, a subdirectory a step.
 
@@ -33,10 +59,11 @@ class Checkpointer:
     written in the background; a failed write raises at the next `save`, `wait` or `close`.
     """
 
-    def __init__(self, directory: str | Path, *, keep: int | None = None):
-        """Args: the directory, made on the first save; `keep`, how many of the newest steps stay (all by default)."""
+    def __init__(self, directory: str | Path, *, keep: int | None = None, keep_best: bool = False):
+        """Args: the directory, made on the first save; `keep`, how many of the newest steps stay (all by default);
+        `keep_best`, whether that with the lowest `loss` (see `save`) stays beside them."""
         self.directory = Path(directory).absolute()
-        self._keep = keep
+        self._kept = _Kept(keep, keep_best)
         self._opened: ocp.CheckpointManager | None = None
 
     @property
@@ -44,14 +71,18 @@ class Checkpointer:
         if self._opened is None:
             # A killed process leaves a half-written step under a temporary name, as large as a checkpoint.
             options = ocp.CheckpointManagerOptions(
-                max_to_keep=self._keep, create=True, enable_async_checkpointing=True, cleanup_tmp_directories=True
+                preservation_policy=self._kept,
+                best_fn=_loss_of,  # without it Orbax does not write a checkpoint's loss beside it
+                create=True,
+                enable_async_checkpointing=True,
+                cleanup_tmp_directories=True,
             )
             handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
             self._opened = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
         return self._opened
 
-    def save(self, state: TrainState, meta: Mapping[str, Any] | None = None) -> None:
-        """Saves the state under its step number, with a JSON-able description of the run.
+    def save(self, state: TrainState, meta: Mapping[str, Any] | None = None, *, loss: float | None = None) -> None:
+        """Saves the state under its step number, with a JSON-able description of the run, and its evaluation loss if it has one.
 
         Raises:
           CheckpointError: the directory has this step or a later one, so that the new one would not be the newest.
@@ -62,14 +93,23 @@ class Checkpointer:
                 f"step {step} cannot be saved: {self.directory} has step {latest}; save into another directory, or remove it"
             )
         arrays = {path: _storable(x) for path, x in named_leaves(state) if x.size}
+        items = ocp.args.Composite(state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(dict(meta or {})))
         with _quiet():
-            self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(dict(meta or {}))))
+            self._manager.save(step, args=items, metrics=None if loss is None else {LOSS: loss})
 
     def latest_step(self) -> int | None:
         """The newest saved step, or None where there is none (nothing is created)."""
         if not self.directory.is_dir():
             return None
         return self._manager.latest_step()
+
+    def best_step(self) -> int | None:
+        """The saved step with the lowest loss, the first of several; None where none was saved with one."""
+        if not self.directory.is_dir():
+            return None
+        with _quiet():
+            losses = {step: self._manager.metrics(step) for step in self._manager.all_steps()}
+        return min((step for step, metrics in losses.items() if metrics), key=lambda step: (_loss_of(losses[step]), step), default=None)
 
     def meta(self, step: int) -> dict[str, Any]:
         """The description saved with a step."""

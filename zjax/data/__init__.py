@@ -1,6 +1,6 @@
 """The corpus and its batches."""
 
-from zjax.data.batches import DTYPES, Batches, Rows, prefetch
-from zjax.data.corpus import Corpus, load_corpus
+from zjax.data.batches import DTYPES, Batches, EvalBatches, Rows, prefetch
+from zjax.data.corpus import Corpus, hold_out, load_corpus
 
-__all__ = ["DTYPES", "Batches", "Corpus", "Rows", "load_corpus", "prefetch"]
+__all__ = ["DTYPES", "Batches", "Corpus", "EvalBatches", "Rows", "hold_out", "load_corpus", "prefetch"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -91,19 +91,60 @@ class Batches:
         A process reads the rows that its own devices hold, once each however many of them hold a row. Needs no other
         process. Raises ValueError if the sharding does not divide the batch.
         """
-        shape = (self.global_batch, self.sequence_length)
-        blocks: dict[tuple[int, int], dict[str, np.ndarray]] = {}
-
-        def block(name: str, index: tuple[slice, ...]) -> np.ndarray:
-            start, stop, _ = index[0].indices(self.global_batch)
-            if (start, stop) not in blocks:
-                blocks[start, stop] = self.rows(step, start, stop)
-            return blocks[start, stop][name][:, index[1]]
-
-        return {name: jax.make_array_from_callback(shape, sharding, partial(block, name), dtype) for name, dtype in DTYPES.items()}
+        return _placed(partial(self.rows, step), (self.global_batch, self.sequence_length), sharding)
 
 
-def prefetch(batches: Batches, sharding: jax.sharding.NamedSharding, start: int, stop: int) -> Iterator[tuple[int, dict[str, jax.Array]]]:
+@dataclass(frozen=True)
+class EvalBatches:
+    """Every row of a held-out corpus once, in its own order, in batches of one shape.
+
+    The last batch is filled with rows of zeros, where the mask is 0 too: a loss that is weighed by the mask is exact.
+    Raises `ConfigError` if the corpus has fewer than 2 tokens.
+    """
+
+    corpus: Corpus
+    rows: int
+    """Rows a batch."""
+    sequence_length: int
+    """Tokens a row that are predicted, T below."""
+    source: Rows = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "source", Rows(self.corpus, self.sequence_length))
+
+    def __len__(self) -> int:
+        return -(-len(self.source) // self.rows)
+
+    def at(self, index: int, sharding: jax.sharding.NamedSharding) -> dict[str, jax.Array]:
+        """Batch `index` as global arrays [rows, T] placed by `sharding`; see `Batches.at`."""
+
+        def read(start: int, stop: int) -> dict[str, np.ndarray]:
+            first = index * self.rows
+            real = [self.source[row] for row in range(first + start, min(first + stop, len(self.source)))]
+            filling = np.zeros((stop - start - len(real), self.sequence_length))
+            return {name: np.concatenate([*(row[name][None] for row in real), filling.astype(dtype)]) for name, dtype in DTYPES.items()}
+
+        return _placed(read, (self.rows, self.sequence_length), sharding)
+
+
+def _placed(
+    read: Callable[[int, int], dict[str, np.ndarray]], shape: tuple[int, int], sharding: jax.sharding.NamedSharding
+) -> dict[str, jax.Array]:
+    """Global arrays of which each process reads the rows [start, stop) of its own devices, once."""
+    blocks: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+
+    def block(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = index[0].indices(shape[0])
+        if (start, stop) not in blocks:
+            blocks[start, stop] = read(start, stop)
+        return blocks[start, stop][name][:, index[1]]
+
+    return {name: jax.make_array_from_callback(shape, sharding, partial(block, name), dtype) for name, dtype in DTYPES.items()}
+
+
+def prefetch(
+    batches: Batches | EvalBatches, sharding: jax.sharding.NamedSharding, start: int, stop: int
+) -> Iterator[tuple[int, dict[str, jax.Array]]]:
     """Yields (step, batch) for the steps in [start, stop), each batch prepared on a thread while the caller works on the one before.
 
     An exception of a step is raised where that step would have been yielded. Closing the generator ends the thread.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from zjax.config import DataConfig
+from zjax.config import DataConfig, EvaluationConfig
 from zjax.fields import ConfigError
 
 SUFFIXES = (".txt", ".jsonl", ".bin")
@@ -73,6 +75,18 @@ class Corpus:
             document += 1
         return tokens
 
+    def split(self, position: int) -> tuple[Corpus, Corpus]:
+        """The tokens before a position, and those from it on; a document that lies on both sides is cut. Nothing is copied.
+
+        Raises IndexError outside [0, len].
+        """
+        if not 0 <= position <= len(self):
+            raise IndexError(f"position {position} of a corpus of {len(self)}")
+        cut = [position - int(start) for start in self.offsets[:-1]]
+        before = tuple(document[:at] for document, at in zip(self.documents, cut, strict=True) if at > 0)
+        after = tuple(document[max(at, 0) :] for document, at in zip(self.documents, cut, strict=True) if at < len(document))
+        return dataclasses.replace(self, documents=before), dataclasses.replace(self, documents=after)
+
     def unigram_entropy(self) -> float:
         """Nats per token of the corpus' own token frequencies: the loss of a model that knows nothing else."""
         counts = np.zeros(self.vocab_size, np.int64)
@@ -123,6 +137,35 @@ def load_corpus(config: DataConfig) -> Corpus:
         vocab_size = int(max(document.max() for document in documents)) + 1
         return Corpus(documents=tuple(documents), vocab_size=vocab_size, decoder=_decode_numbers)
     return Corpus(documents=tuple(documents), vocab_size=BYTES, decoder=_decode_bytes)
+
+
+def hold_out(corpus: Corpus, data: DataConfig, evaluation: EvaluationConfig) -> tuple[Corpus, Corpus | None]:
+    """The corpus to train on, and the held-out one, if any: `evaluation.path`'s, or the last rows of the corpus.
+
+    With a fraction, the last ceil(fraction x rows) rows of T = `data.sequence_length` predictions are held out: which tokens
+    they are depends on the corpus, the fraction and T alone.
+
+    Raises:
+      ConfigError: too small a corpus to hold out that fraction; text held out of tokens, or tokens of text.
+    """
+    if evaluation.path is not None:
+        held_out = load_corpus(dataclasses.replace(data, path=evaluation.path))
+        if data.tokenizer is None and held_out.decoder is not corpus.decoder:
+            raise ConfigError(
+                f"evaluation.path={evaluation.path!r}: of it and data.path={data.path!r} one is text, whose tokens are bytes, and one holds "
+                "tokens; name the data.tokenizer that made them"
+            )
+        return corpus, held_out
+    if not evaluation.fraction:
+        return corpus, None
+    rows = (len(corpus) - 1) // data.sequence_length
+    held = math.ceil(evaluation.fraction * rows)
+    if rows - held < 1:
+        raise ConfigError(
+            f"evaluation.fraction={evaluation.fraction}: the corpus has {rows} whole rows of data.sequence_length={data.sequence_length}, "
+            "so nothing would be left to train on; lower it"
+        )
+    return corpus.split(len(corpus) - 1 - held * data.sequence_length)
 
 
 def _stdlib_sources() -> list[Path]:

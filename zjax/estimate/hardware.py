@@ -84,6 +84,19 @@ CHIPS = {
 }  # fmt: skip
 
 
+DEVICE_KINDS = {
+    "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200", "NVIDIA B200": "b200",
+    "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU v6e": "v6e",
+}  # fmt: skip
+"""`CHIPS` by what jax calls a device (`device_kind`). PCIe and NVL boards, which are slower, are not among them."""
+
+
+def chip_of_kind(device_kind: str) -> Chip | None:
+    """The accelerator that a jax device is, None for one of which nothing is known (a CPU among them)."""
+    name = DEVICE_KINDS.get(device_kind)
+    return None if name is None else CHIPS[name]
+
+
 def chip_named(name: str) -> Chip:
     """The chip of that name; ConfigError, listing the known ones, for another."""
     if name not in CHIPS:

@@ -98,7 +98,7 @@ EXAMPLES = (
     ),
     Example("a unit gathered ahead", {"backward_prefetch": "BACKWARD_PRE"}, "set_modules_to_backward_prefetch", _zero(stage=3), ("zero.prefetch",), "in both directions, with `remat=\"full\"`"),
     Example("none gathered ahead", {"backward_prefetch": None}, "-", _zero(stage=3, stage3_prefetch_bucket_size=0), ("zero.prefetch",)),
-    Example("units that are whole at once: bounded", {"limit_all_gathers": True}, "always", "-", ("zero.max_gathered_units",), "None is 2, in the explicit engine"),
+    Example("units that are whole at once: bounded", {"limit_all_gathers": True}, "always", "-", ("zero.max_gathered_units",), "None is prefetch + 1, in the explicit engine"),
     Example("unbounded", {"limit_all_gathers": False}, "-", "-", ("zero.max_gathered_units",)),
     Example("as few as can be", "-", "-", _zero(stage=3, stage3_max_live_parameters=0), ("zero.max_gathered_units", "zero.prefetch")),
     Example("micro-batches", {"micro_batches": 2}, "a loop", {"gradient_accumulation_steps": 2}, ("accumulation.micro_batches",)),

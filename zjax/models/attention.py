@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import PartitionSpec as P
 
@@ -29,6 +30,8 @@ SPLASH_BLOCKS = (512, 384, 256, 128)
 """Tile sizes of splash attention, best first: multiples of a TPU's 128 lanes. The first that divides T is taken."""
 SPLASH_WIDEST_HEAD = 256
 """Tiles of 512 wide float32 heads do not fit the vector memory of a v4."""
+NAME = "attention"
+"""Name (`checkpoint_name`) of what attention leaves for its backward beside its inputs: its output, and splash's normaliser."""
 BACKENDS = {"splash": "tpu", "cudnn": "gpu"}
 """What each library kernel runs on, as `jax.default_backend()` names it."""
 
@@ -63,7 +66,8 @@ def attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, *, kernel
     elif refusal := _refusal(kernel, q_BTNH, k_BTKH):
         raise ValueError(f"model.attention={kernel!r}: {refusal} (q {q_BTNH.shape}, k {k_BTKH.shape}, {q_BTNH.dtype}); use 'chunked'")
     run = KERNELS[kernel]
-    return _per_device(run, q_BTNH, k_BTKH, v_BTKH) if kernel in BACKENDS else run(q_BTNH, k_BTKH, v_BTKH)
+    o_BTNH = _per_device(run, q_BTNH, k_BTKH, v_BTKH) if kernel in BACKENDS else run(q_BTNH, k_BTKH, v_BTKH)
+    return o_BTNH if kernel == "splash" else checkpoint_name(o_BTNH, NAME)  # splash names its own
 
 
 def _best(q_BTNH: jax.Array, k_BTKH: jax.Array) -> str:
@@ -201,7 +205,7 @@ def _splash(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Arra
         block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
     )
     mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((length, length))] * heads)
-    run = splash_attention_kernel.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    run = splash_attention_kernel.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, residual_checkpoint_name=NAME)
     heads_first = lambda x: x.swapaxes(1, 2)  # noqa: E731
     scaled_BTNH = (q_BTNH.astype(jnp.float32) * width**-0.5).astype(q_BTNH.dtype)  # the kernel has no scale of its own
     return heads_first(jax.vmap(run)(heads_first(scaled_BTNH), heads_first(k_BTKH), heads_first(v_BTKH)))

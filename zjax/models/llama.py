@@ -7,6 +7,7 @@ H head width. Weights are [in, out] and applied as x @ w. The model makes no sha
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from zjax.config import ModelConfig
 from zjax.fields import ConfigError
 from zjax.layers import scan_layers
 from zjax.models.attention import attention
+from zjax.remat import RematPolicy, offload_names, require_named, save_names
 from zjax.units import fully_shard
 
 UNITS = ("embed", "layers[*]", "head")
@@ -33,6 +36,13 @@ TENSOR_DIMS = {
     "embed/table": 1, "head/kernel": 1,
 }  # fmt: skip
 """The dim a `tensor` mesh axis shards (Megatron: columns of what fans out, rows of what comes together)."""
+
+NAMES = ("block_input", "query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up")
+"""The values of a block that a remat policy may save by name, in the order in which they are computed. `block_input` is
+saved in any case: it is named to be offloaded. Queries and keys are rotated; `attention` is the kernel's output (that of
+cuDNN does not spare the backward the kernel's forward), `attention_out` its projection."""
+DEFAULT_NAMES = {"names": ("attention", "attention_out"), "offload": ("block_input",)}
+"""What is saved by name where a config names nothing."""
 
 
 def tensor_dims(config: LlamaConfig) -> dict[str, int]:
@@ -96,6 +106,19 @@ def from_config(config: ModelConfig) -> LlamaConfig:
     return dataclasses.replace(PRESETS[config.preset], **{name: value for name, value in sizes.items() if value is not None})
 
 
+def remat_of(remat: str, names: tuple[str, ...]) -> str | RematPolicy:
+    """The `remat` argument of `scan_layers` for a config's `remat` and `remat_names`; ConfigError for a name no block has."""
+    if remat not in DEFAULT_NAMES:
+        return remat
+    make = save_names if remat == "names" else offload_names
+    policy = make(*(names or DEFAULT_NAMES[remat]))
+    try:
+        require_named(policy, NAMES, "remat_names")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return policy
+
+
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     """RMSNorm; the statistics are taken in float32."""
     h = x_BTD.astype(jnp.float32)
@@ -146,17 +169,20 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Attention, then the MLP, each on its normalised input and added to the residual stream."""
+        x_BTD = checkpoint_name(x_BTD, "block_input")
         x_BTD = x_BTD + self.attention(rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps), rotary)
         h_BTD = rms_norm(x_BTD, self.mlp_norm[...], self.config.norm_eps)
-        return x_BTD + (jax.nn.silu(h_BTD @ self.w_gate[...]) * (h_BTD @ self.w_up[...])) @ self.w_down[...]
+        gate_BTF, up_BTF = checkpoint_name(h_BTD @ self.w_gate[...], "mlp_gate"), checkpoint_name(h_BTD @ self.w_up[...], "mlp_up")
+        return x_BTD + (jax.nn.silu(gate_BTF) * up_BTF) @ self.w_down[...]
 
     def attention(self, h_BTD: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Causal grouped-query attention; query head i reads key/value head i // (N / K)."""
         rows, length, _ = h_BTD.shape
         heads = lambda w: (h_BTD @ w[...]).reshape(rows, length, -1, self.config.head_dim)  # noqa: E731
-        q_BTNH, k_BTKH, v_BTKH = rotate(heads(self.wq), *rotary), rotate(heads(self.wk), *rotary), heads(self.wv)
-        o_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, kernel=self.config.attention)
-        return o_BTNH.reshape(rows, length, -1) @ self.wo[...]
+        q_BTNH = checkpoint_name(rotate(heads(self.wq), *rotary), "query")
+        k_BTKH, v_BTKH = checkpoint_name(rotate(heads(self.wk), *rotary), "key"), checkpoint_name(heads(self.wv), "value")
+        o_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, kernel=self.config.attention)  # named "attention" there
+        return checkpoint_name(o_BTNH.reshape(rows, length, -1) @ self.wo[...], "attention_out")
 
 
 class Head(nnx.Module):
@@ -188,11 +214,26 @@ class LlamaFunctions:
     """A Llama as functions on a params pytree, with its units marked; hashable and picklable."""
 
     config: LlamaConfig
-    remat: str = "none"
+    remat: str | RematPolicy = "none"
+    """Of each block, as in `scan_layers`."""
+    remat_every: int = 1
+    """As `scan_layers` has `every`."""
 
     def init(self, key: jax.Array) -> dict[str, Any]:
         """Initial parameters in float32: matrices normal with deviation 0.02 (0.02 / sqrt(2 L) into the stream), norms 1."""
         return nnx.to_pure_dict(nnx.state(Llama(self.config, rngs=nnx.Rngs(params=key)), nnx.Param))
+
+    def flops_per_token(self, length: int) -> float:
+        """Floating-point operations of forward and backward for one token in a sequence of `length`, by the model's own sizes.
+
+        6 N + 12 L H Q T (PaLM, Chowdhery et al. 2022, appendix B): N parameters that are multiplied (all but an embedding
+        table that is only read), L layers, H heads of width Q, T = `length`. As there, the masked half of the scores
+        counts, and what remat computes again does not.
+        """
+        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        multiplied = shapes if self.config.tied else {name: part for name, part in shapes.items() if name != "embed"}
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(multiplied))
+        return 6 * count + 12 * self.config.n_layers * self.config.n_heads * self.config.head_dim * length
 
     def functions(self) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array], Callable[..., jax.Array]]:
         """Embedding, block and head, unmarked, as functions of their parameters: see the modules' `__call__`."""
@@ -208,7 +249,7 @@ class LlamaFunctions:
         embed, block, head = self.functions()
         x_BTD = fully_shard(embed, at="embed")(params["embed"], tokens_BT)
         rotary = rotary_table(self.config, length)
-        x_BTD = scan_layers(block, params["layers"], x_BTD, rotary, at="layers", remat=self.remat)
+        x_BTD = scan_layers(block, params["layers"], x_BTD, rotary, at="layers", remat=self.remat, every=self.remat_every)
         if not self.config.tied:
             return fully_shard(head, at="head")(params["head"], x_BTD, None)
         tied = {"embed": params["embed"], "head": params["head"]}
