@@ -24,6 +24,8 @@ from zjax.config import MeshConfig
 from zjax.mesh import make_mesh
 from zjax.state import init_state
 
+pytestmark = pytest.mark.slow
+
 WORKER = str(Path(__file__).parent / "checkpoint_process.py")
 
 

@@ -24,6 +24,8 @@ from zjax.doctor import examine
 from zjax.fields import ConfigError
 from zjax.mesh import make_mesh
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = REPO / "scripts"
 
 

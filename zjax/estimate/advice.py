@@ -148,11 +148,12 @@ def advise(question: Question) -> Advice:
         # not fit would not either.
         for mesh in _meshes(question, stage):
             tried: list[Candidate] = []
-            for remat in _remats():
+            for remat, names in REMATS.items():
+                chosen = {"remat": remat, "remat_names": names, "remat_every": 1}
                 try:
                     tried.append(
                         _estimated(
-                            question, _configured(question.config, zero=stage, mesh=mesh, accumulation=accumulation, **remat), plan_of
+                            question, _configured(question.config, zero=stage, mesh=mesh, accumulation=accumulation, **chosen), plan_of
                         )
                     )
                 except ConfigError as error:
@@ -240,12 +241,6 @@ def _meshes(question: Question, stage: Mapping[str, Any]) -> Iterator[dict[str, 
         yield {"replica": replica, "fsdp": _shards(question) // replica}
 
 
-def _remats() -> Iterator[dict[str, Any]]:
-    takes_names = "remat_names" in {field.name for field in dataclasses.fields(TrainConfig)}
-    for remat, names in REMATS.items():
-        yield {"remat": remat} | ({"remat_names": names} if takes_names else {})
-
-
 def _shards(question: Question) -> int:
     """Devices over which `replica` and `fsdp` lie."""
     return question.cluster.devices // (question.config.mesh.expert * question.config.mesh.sequence * question.config.mesh.tensor)
@@ -279,7 +274,7 @@ def _estimated(question: Question, config: TrainConfig, plan_of: Callable[..., P
         rows=batch // plan.data_degree // micro,
         length=config.data.sequence_length,
         remat=config.remat,
-        remat_names=REMATS.get(config.remat, ()),
+        remat_names=config.remat_names,
         decoder=question.decoder,
         only_read=question.only_read,
         scores_in_memory=question.scores_in_memory,
