@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from zjax import config as config_module
+from zjax import optimizer_config
 from zjax.config import (
     AccumulationConfig,
     CheckpointConfig,
@@ -17,13 +18,12 @@ from zjax.config import (
     LossScaleConfig,
     MeshConfig,
     ModelConfig,
-    OptimizerConfig,
-    ParamGroup,
     PrecisionConfig,
     TrainConfig,
     ZeroConfig,
 )
 from zjax.fields import ConfigError, from_dict
+from zjax.optimizer_config import OptimizerConfig, ParamGroup
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "zjax"
@@ -188,7 +188,13 @@ def test_one_pattern_made_by_hand_is_not_read_letter_by_letter(ignored):
 
 def configs():
     """The sections of a config file; a `Unit` is an argument of `build_plan`."""
-    return [x for x in vars(config_module).values() if dataclasses.is_dataclass(x) and isinstance(x, type) and x is not config_module.Unit]
+    found = {
+        x: None
+        for module in (config_module, optimizer_config)
+        for x in vars(module).values()
+        if isinstance(x, type) and dataclasses.is_dataclass(x)
+    }
+    return [x for x in found if x is not config_module.Unit]
 
 
 @pytest.mark.parametrize("cls", configs(), ids=lambda cls: cls.__name__)
@@ -205,7 +211,8 @@ def test_configs_are_frozen_hashable_and_take_names_only(cls):
 def test_every_knob_says_what_it_is():
     """A string below each field; sections speak for themselves."""
     undocumented = []
-    for node in ast.parse((PACKAGE / "config.py").read_text()).body:
+    texts = [(PACKAGE / name).read_text() for name in ("config.py", "optimizer_config.py")]
+    for node in [node for text in texts for node in ast.parse(text).body]:
         if not isinstance(node, ast.ClassDef) or not node.name.endswith("Config"):
             continue
         for field, below in zip(node.body, [*node.body[1:], None], strict=True):
@@ -228,6 +235,7 @@ def test_every_section_of_a_run_is_a_config_of_its_own():
 FLOORS = (
     {"fields", "tree"},
     {"ds_config"},
+    {"optimizer_config"},
     {"config"},
     {"schedules"},
     {"mesh", "precision", "optim", "interop", "distributed"},
@@ -318,7 +326,7 @@ def test_the_library_never_imports_models_or_train():
 
 
 def test_config_imports_neither_jax_nor_ml_collections_nor_anything_that_does():
-    below = {"config", "ds_config", "fields"}
+    below = {"config", "optimizer_config", "ds_config", "fields"}
     imports = set().union(*(found for (module, _), found in imports_of_files().items() if module in below))
     assert imports <= sys.stdlib_module_names | {f"zjax.{module}" for module in below}
 

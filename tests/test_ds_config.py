@@ -21,14 +21,12 @@ from deepspeed_runs import (
     told,
 )
 
-from zjax.config import (
-    SCHEDULES,
-    TrainConfig,
-)
+from zjax.config import TrainConfig
 from zjax.ds_config import KEYS, Fate
 from zjax.ds_config.keys import ALIASES
 from zjax.ds_config.read import SECTIONS
 from zjax.fields import ConfigError, NotAvailableError
+from zjax.optimizer_config import SCHEDULES
 
 pytestmark = pytest.mark.filterwarnings("ignore:DeepSpeed config")
 

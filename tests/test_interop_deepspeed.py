@@ -23,19 +23,12 @@ from hypothesis import strategies as st
 from small import REPO
 
 from zjax import cli
-from zjax.config import (
-    DataConfig,
-    LossScaleConfig,
-    MeshConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    TrainConfig,
-    ZeroConfig,
-)
+from zjax.config import DataConfig, LossScaleConfig, MeshConfig, PrecisionConfig, TrainConfig, ZeroConfig
 from zjax.ds_config import KEYS, read
 from zjax.fields import ConfigError
 from zjax.interop.deepspeed import OPTIMIZERS, batch_triangle
 from zjax.optim import make_optimizer
+from zjax.optimizer_config import OptimizerConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:DeepSpeed config")
 

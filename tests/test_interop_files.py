@@ -12,12 +12,8 @@ from deepspeed_runs import (
     told,
 )
 
-from zjax.config import (
-    LossScaleConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    ZeroConfig,
-)
+from zjax.config import LossScaleConfig, PrecisionConfig, ZeroConfig
+from zjax.optimizer_config import OptimizerConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:DeepSpeed config")
 

@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 from small import compiled_fast, shared_folder
 
 import zjax
-from zjax.config import OPTIMIZER_KNOBS, ModelConfig, OptimizerConfig, ParamGroup, TrainConfig
+from zjax.config import ModelConfig, TrainConfig
 from zjax.fields import ConfigError
 from zjax.optim import global_norm, make_optimizer, schedule_free_eval_params
+from zjax.optimizer_config import OPTIMIZER_KNOBS, OptimizerConfig, ParamGroup
 from zjax.state import unplanned
 from zjax.train import plan_run
 from zjax.tree import named_leaves

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax.config import SCHEDULES, OptimizerConfig
 from zjax.fields import ConfigError
+from zjax.optimizer_config import SCHEDULES, OptimizerConfig
 from zjax.schedules import make_momentum, make_schedule
 
 

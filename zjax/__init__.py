@@ -11,8 +11,6 @@ from zjax.config import (
     LossScaleConfig,
     MeshConfig,
     ModelConfig,
-    OptimizerConfig,
-    ParamGroup,
     PrecisionConfig,
     TrainConfig,
     Unit,
@@ -26,6 +24,7 @@ from zjax.gradients import mean_loss
 from zjax.guard import NonFiniteError, NonFiniteGuard
 from zjax.layers import scan_layers
 from zjax.mesh import abstract_mesh, make_mesh
+from zjax.optimizer_config import OptimizerConfig, ParamGroup
 from zjax.plan import LeafPlan, Placement, Plan, build_plan
 from zjax.remat import offload_names, save_names
 from zjax.rows import global_mean, row_keys

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zjax.config import OptimizerConfig, ParamGroup, Unit
+from zjax.config import Unit
 from zjax.fields import require
+from zjax.optimizer_config import OptimizerConfig, ParamGroup
 from zjax.schedules import follows_learning_rate, make_momentum, make_schedule
 from zjax.tree import PyTree, matches, named_leaves, require_all_used
 

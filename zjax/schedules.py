@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zjax.config import SCHEDULES, OptimizerConfig
 from zjax.fields import ConfigError, require
+from zjax.optimizer_config import SCHEDULES, OptimizerConfig
 
 _FOLLOWS_LEARNING_RATE = ("constant", "linear", "cosine", "WarmupLR", "WarmupCosineLR")
 """The schedules that take their peak from `OptimizerConfig.learning_rate`; the others name it in an argument."""

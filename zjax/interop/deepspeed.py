@@ -12,9 +12,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zjax.config import OPTIMIZER_KNOBS, SCHEDULES, LossScaleConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig, ZeroConfig
+from zjax.config import LossScaleConfig, MeshConfig, PrecisionConfig, TrainConfig, ZeroConfig
 from zjax.ds_config import AUTO, KEYS, DeepSpeedFile, Fate, Row, Source, read, zero_knobs
 from zjax.fields import ConfigError, nearest
+from zjax.optimizer_config import OPTIMIZER_KNOBS, SCHEDULES, OptimizerConfig
 
 Values = Mapping[str, Any]
 
