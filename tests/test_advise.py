@@ -63,7 +63,8 @@ def test_slow_links_between_hosts_ask_for_hybrid_sharding():
 def test_long_sequences_ask_for_remat():
     short, long = (advise(question("6.7B", "h100", 8, sequence=length)).first for length in (1024, 32768))
     kept = [each.work.decoder.saved_bytes(each.config.remat, each.work.remat_names) for each in (short, long)]
-    assert kept[0] > 5 * kept[1]
+    assert kept[0] > 3 * kept[1]  # matrix products at least against the values that have names
+    assert short.config.remat in ("none", "dots") and long.config.remat in ("names", "full")
 
 
 def test_nothing_fits_and_how_many_devices_would_is_said():

@@ -259,18 +259,21 @@ def holder(**values):
 
 
 @pytest.mark.parametrize(
-    ("text", "alive"),
+    ("said", "alive"),
     [
-        (holder(pid=2**22 + 1), False),
-        (holder(pid=os.getppid(), started="1"), False),
-        (holder(pid=os.getppid()), True),
-        (holder(host="elsewhere"), True),
-        (holder(host="elsewhere", beat=time.time() - 600), False),
-        (holder()[:30], False),
+        ({"pid": 2**22 + 1}, False),
+        ({"pid": os.getppid(), "started": "1"}, False),
+        ({"pid": os.getppid()}, True),
+        ({"host": "elsewhere"}, True),
+        ({"host": "elsewhere", "silent": 600}, False),
+        ({"length": 30}, False),
     ],
     ids=["no such process", "another process of that number", "lives", "another host", "another host, silent", "half written"],
 )
-def test_the_lock_of_a_dead_run_is_taken_over(tmp_path, text, alive):
+def test_the_lock_of_a_dead_run_is_taken_over(tmp_path, said, alive):
+    silent, length = said.get("silent", 0), said.get("length")
+    told = {name: value for name, value in said.items() if name not in ("silent", "length")}
+    text = holder(beat=time.time() - silent, **told)[:length]
     (tmp_path / LOCK).write_text(text)
     opened = Checkpointer(tmp_path)
     if alive:
