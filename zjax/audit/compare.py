@@ -50,7 +50,7 @@ def parse_vary(options: Sequence[str], parse: Callable[[str], Any]) -> list[tupl
             raise ConfigError(f"--vary={option}: write it as --vary=zero.stage=0,1,2")
         _require_field(name)
         # `none` is None to one field and a name to another (remat): it is shown as it was written.
-        grid.append((name, [text if (value := parse(text)) is None else value for text in values.split(",")]))
+        grid.append((name, [text if text == "none" else parse(text) for text in values.split(",")]))
     names = [name for name, _ in grid]
     if len(set(names)) < len(names):
         raise ConfigError(f"--vary: {', '.join(sorted({name for name in names if names.count(name) > 1}))} is given twice")
