@@ -270,11 +270,9 @@ def build_plan(
     inner_shapes = jax.eval_shape(tx.init, jax.tree.unflatten(treedef, optimized))
     _reject_double_accumulation(inner_shapes, accumulation)
     inner = _plan_optimizer(tx, inner_shapes, jax.tree.unflatten(treedef, [leaf if leaf.trained else None for leaf in params]), zero, mesh)
-    scaling = [(f"loss_scale/{name}", jnp.dtype(dtype)) for name, dtype in LOSS_SCALE_DTYPES.items()]
-    counters = {
-        path: LeafPlan(path=path, part="counter", shape=(), rest=Placement(P(), dtype), reason="scalar")
-        for path, dtype in (*COUNTERS, *(scaling if precision.compute == "float16" else ()))
-    }
+    step, skipped_steps, rng = (_plan_counter(path, dtype) for path, dtype in COUNTERS)
+    scaled = precision.compute == "float16"
+    loss_scale = [_plan_counter(f"loss_scale/{name}", jnp.dtype(dtype)) for name, dtype in LOSS_SCALE_DTYPES.items() if scaled]
     axes = data_axes(mesh)
     return Plan(
         mesh=mesh,
@@ -284,7 +282,7 @@ def build_plan(
         engine=engine,
         engine_reason=engine_reason,
         units=declared,
-        leaves=(counters.pop("step"), *params, *master, *inner, counters.pop("rng"), counters.pop("skipped_steps"), *counters.values()),
+        leaves=(step, *params, *master, *inner, rng, skipped_steps, *loss_scale),
         batch_spec=rules_lib.at_dim(0, axes) if axes else P(),
         residual_spec=rules_lib.at_dim(0, axes) if axes else P(),
         params_treedef=treedef,
@@ -445,6 +443,10 @@ def _without(spec: P, axes: Sequence[str]) -> P:
     while entries and entries[-1] is None:
         entries.pop()
     return P(*entries)
+
+
+def _plan_counter(path: str, dtype: Any) -> LeafPlan:
+    return LeafPlan(path=path, part="counter", shape=(), rest=Placement(P(), dtype), reason="scalar")
 
 
 def _plan_master(param: LeafPlan) -> LeafPlan:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.plan import COUNTERS, Plan, require_devices
-from zjax.precision import LossScale, init_loss_scale
+from zjax.precision import LossScale, cast, init_loss_scale
 from zjax.tree import PyTree, named_leaves
 
 
@@ -112,12 +112,8 @@ def init_state(plan: Plan, rng: jax.Array, params: PyTree = None) -> TrainState:
 def init_params(plan: Plan, rng: jax.Array) -> PyTree:
     """The parameters that `init_state` draws with this key, in float32, each where its leaf rests."""
     shardings = jax.tree.unflatten(plan.params_treedef, [plan.sharding(leaf.rest) for leaf in plan.part("params")])
-    draw = lambda rng: _float32(plan.recipe.init_fn(jax.random.split(rng)[0]))  # noqa: E731
+    draw = lambda rng: cast(plan.recipe.init_fn(jax.random.split(rng)[0]), jnp.float32)  # noqa: E731
     return jax.jit(draw, out_shardings=shardings)(rng)
-
-
-def _float32(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def _check_params(plan: Plan, params: PyTree) -> None:
@@ -136,7 +132,7 @@ def lower_init(plan: Plan) -> jax.stages.Lowered:
 def _init(plan: Plan, rng: jax.Array, given: PyTree = None) -> TrainState:
     params_key, state_key = jax.random.split(rng)
     leaves = plan.part("params")
-    drawn = jax.tree.leaves(_float32(plan.recipe.init_fn(params_key) if given is None else given))
+    drawn = jax.tree.leaves(cast(plan.recipe.init_fn(params_key) if given is None else given, jnp.float32))
     optimized = [x for leaf, x in zip(leaves, drawn, strict=True) if leaf.trained]
     return TrainState(
         step=jnp.zeros((), jnp.int32),
