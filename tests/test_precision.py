@@ -403,6 +403,16 @@ def test_micro_batches_are_summed_in_the_dtype_asked_for(engine):
 # --- norms and clipping ---------------------------------------------------------------------------------------------------------
 
 
+def test_the_steps_norm_of_float16_gradients_is_taken_in_float32():
+    """300 over 1024 elements is 9600; 300 squared is beyond float16's 65504."""
+    scaling = zjax.PrecisionConfig(compute="float16", loss_scale=zjax.LossScaleConfig(static=1.0))
+    mesh = zjax.make_mesh(zjax.MeshConfig())
+    plan = zjax.build_plan(zjax.ZeroConfig(), lambda key: {"w": jnp.zeros(1024)}, optax.sgd(0.0), mesh, precision=scaling)
+    step = zjax.make_train_step(plan, lambda p, x, rng: (jnp.sum(x) * jnp.sum(p["w"].astype(jnp.float32) * 300), jnp.sum(x)))
+    metrics = step(zjax.init_state(plan, jax.random.key(0)), jnp.ones(8))[1]
+    assert float(metrics["grad_norm"]) == 9600 and metrics["step_applied"]
+
+
 @pytest.mark.parametrize(("engine", "mesh"), [("partitioner", (2, 4)), ("explicit", (4, 2))])
 def test_gradients_are_clipped_by_value_and_by_norm_and_norms_of_groups_are_logged(engine, mesh):
     """Against plain jax on one device; a step of SGD at rate 1 shows what the optimizer was given."""
