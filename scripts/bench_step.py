@@ -85,10 +85,14 @@ def plain_loss(config, remat, params, batch, residual):
         return residual(block(weights, x, rotary)), None
 
     x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, residual(embed(params["embed"], tokens)), params["layers"])
+    # XLA's CPU runtime starts a collective that needs nothing of a loop before it while the loop's own still run, and gloo mixes
+    # up the two; so the targets and their mask, which XLA gathers, wait for the loop.
+    after = 0 * jax.lax.stop_gradient(x[..., 0])
+    targets, mask = batch["targets"] + after.astype(jnp.int32), batch["mask"] + after
     logits = head(params["head"], x, None).astype(jnp.float32)
-    picked = jnp.sum(jnp.where(batch["targets"][..., None] == jnp.arange(logits.shape[-1]), logits, 0), -1)  # as the model does
+    picked = jnp.sum(jnp.where(targets[..., None] == jnp.arange(logits.shape[-1]), logits, 0), -1)  # as the model does
     nll = jax.nn.logsumexp(logits, -1) - picked
-    return jnp.sum(nll * batch["mask"]) / jnp.sum(batch["mask"])
+    return jnp.sum(nll * mask) / jnp.sum(mask)
 
 
 def plain_step(config, remat, skip, tx, residual, state, batch):
