@@ -246,8 +246,9 @@ FLOORS = (
     {"units"},
     {"gradients", "layers", "rows"},
     {"models", "step", "metrics", "guard", "profile"},
-    {"evaluate"},
-    {"audit", "train", "checkpoint_cli"},
+    {"evaluate", "memory_log"},
+    {"audit", "checkpoint_cli"},
+    {"train"},
     {"advise", "doctor"},
     {"cli"},
 )

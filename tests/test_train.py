@@ -9,9 +9,12 @@ import shutil
 import signal
 import subprocess
 import time
+import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from rich.console import Console
 from small import (
@@ -34,13 +37,14 @@ from tensorboardX.proto import event_pb2
 
 from zjax import train
 from zjax.checkpoint import Checkpointer, CheckpointError
-from zjax.cli import main
-from zjax.config import MeshConfig
+from zjax.cli import audit_run, main
+from zjax.config import MeshConfig, ZeroConfig
 from zjax.guard import NonFiniteError
 from zjax.mesh import make_mesh
 from zjax.metrics import MetricsWriter
-from zjax.plan import Plan
-from zjax.state import unplanned
+from zjax.plan import Plan, build_plan
+from zjax.state import init_state, unplanned
+from zjax.step import make_train_step
 
 CORPUS = 16 * 191 + 6
 """Tokens: 192 rows of 16 predictions, of which the last row has 5: one epoch is 6 steps of 32 rows."""
@@ -144,6 +148,72 @@ def test_loss_curve_is_a_picture(straight):
 
 def test_the_newest_checkpoints_are_kept(straight):
     assert saved_steps(straight[1]) == ["4", "6"]
+
+
+# --- what a run says of itself ------------------------------------------------------------------------------------------
+
+
+def test_plan_audit_and_memory_are_in_the_workdir(straight, corpus):
+    """The audit is that of the program the steps ran: the same as `zjax audit` gives for this target."""
+    (_, workdir), config = straight, six_steps(corpus)
+    assert (workdir / "plan.txt").read_text().startswith("stage 3 (ZeRO-3, FULL_SHARD) on fsdp 8")
+    here, compiled = json.loads((workdir / "audit.json").read_text()), audit_run(config, "cpu:8").to_json()
+    assert here.pop("compile_seconds") > 0 and compiled.pop("compile_seconds") > 0
+    assert here == compiled
+    lines = [json.loads(line) for line in (workdir / "memory" / "process-0.jsonl").read_text().splitlines()]
+    state = here["state_bytes"]
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    assert all(state <= held["in_use"] for held in lines[-1]["devices"].values()) and len(lines[-1]["devices"]) == 8
+
+
+def test_what_the_audit_finds_is_told_before_the_first_step(corpus, tmp_path):
+    """Norms of 32 elements over 8 devices: one finding each. With a threshold there is none, and that is told too."""
+    told = {}
+    for threshold in (0, 64):
+        out = io.StringIO()
+        config = six_steps(corpus, steps=1, zero={"persistence_threshold": threshold})
+        train.run(config, tmp_path / str(threshold), console=Console(file=out, width=200))
+        told[threshold] = out.getvalue()
+        assert told[threshold].index("audit of the compiled step") < told[threshold].index("step 1/1")
+    assert "WARNING: audit of the compiled step: 3 findings" in told[0] and "[unit-too-small]" in told[0]
+    assert "audit of the compiled step: no finding" in told[64] and "WARNING" not in told[64]
+
+
+def test_a_program_that_cannot_be_read_is_still_run(corpus, tmp_path, monkeypatch):
+    def unreadable(step, batch):
+        raise ValueError("what is this?")
+
+    monkeypatch.setattr(train, "audit_here", unreadable)
+    out = io.StringIO()
+    train.run(six_steps(corpus, steps=1), tmp_path / "run", console=Console(file=out, width=200))
+    assert "the compiled step is not audited: ValueError: what is this?" in out.getvalue() and column(tmp_path / "run", "loss")
+
+
+def test_the_step_is_compiled_once(corpus, tmp_path):
+    """Audit, first step and later ones share it, also after a resume: XLA is asked once a run."""
+    asked = []
+    listen = lambda event, seconds, **about: asked.append(about.get("fun_name")) if "backend_compile" in event else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for steps in (3, 5):
+            run_quietly(six_steps(corpus, steps=steps), tmp_path / "run")
+            assert asked.count("jit(train_step)") == 1
+            asked.clear()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_batch_of_another_shape_is_told_with_what_changed():
+    init = lambda key: {"w": jnp.ones((8, 8))}  # noqa: E731
+    plan = build_plan(ZeroConfig(stage=3), init, optax.sgd(0.1), make_mesh(MeshConfig(fsdp=8)))
+    step = make_train_step(plan, lambda params, batch, rng: (jnp.sum(batch["x"] @ params["w"]), batch["x"].shape[0]))
+    state = init_state(plan, jax.random.key(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in ({"x": np.ones((8, 8), np.float32)}, {"x": jnp.ones((8, 8))}):
+            state, _ = step(state, batch)
+    with pytest.warns(UserWarning, match=r"compiled again.*x float32\[8, 8\] -> float32\[16, 8\]; pad"):
+        state, _ = step(state, {"x": np.ones((16, 8), np.float32)})
 
 
 def test_state_lies_where_the_plan_says_after_training(straight, corpus):

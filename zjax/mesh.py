@@ -73,11 +73,16 @@ def abstract_mesh(config: MeshConfig, n_devices: int) -> AbstractMesh:
     return AbstractMesh(tuple(degrees[name] for name in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def granule_of(device: Any) -> int:
+    """The slice of a device, or where the runtime knows none, its process: what the slow network lies between."""
+    return getattr(device, "slice_index", device.process_index)
+
+
 def _lay_out(devices: Sequence[Any], degrees: dict[str, int]) -> np.ndarray:
     """Devices as an array of the degrees' shape, those of one slice (or host) next to each other."""
     shape = tuple(degrees[name] for name in AXES)
     has_slices = hasattr(devices[0], "slice_index")
-    granules = Counter(device.slice_index if has_slices else device.process_index for device in devices)
+    granules = Counter(map(granule_of, devices))
     if len(granules) == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     # The outermost axes go between granules, as much of each as is needed.

@@ -22,7 +22,7 @@ class MetricsWriter:
     def __init__(self, workdir: Path, resumed_at: int):
         """Args: the directory; the step the run starts after."""
         path = workdir / "metrics.jsonl"
-        self.lines: list[dict[str, Any]] = [line for line in _read(path) if line["step"] <= resumed_at]
+        self.lines: list[dict[str, Any]] = [line for line in read_lines(path) if line["step"] <= resumed_at]
         # Replaced whole: a run killed here must not lose the history.
         rewritten = path.with_suffix(".tmp")
         rewritten.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
@@ -59,14 +59,15 @@ def model_flops(tokens_per_second: float, flops_per_token: float, devices: int, 
     return {"tflops_per_device": flops / 1e12} | ({"mfu": flops / chip.flops} if chip else {})
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of one JSON object a line; none where there is no file, without the half line a killed run leaves."""
     if not path.exists():
         return []
     lines = []
     for text in path.read_text().splitlines():
         try:
             lines.append(json.loads(text))
-        except json.JSONDecodeError:  # the half line of a run that was killed while writing it
+        except json.JSONDecodeError:
             continue
     return lines
 

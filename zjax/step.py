@@ -8,8 +8,9 @@ that a token counts the same wherever it lands. Metrics are `{name: (sum, weight
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -47,11 +48,33 @@ class TrainStep:
     compiler_options: Mapping[str, str] | None
     """As given; None for those of `xla_flags`."""
     jitted: Any
+    _compiled: list[dict[str, str]] = field(default_factory=list, repr=False, compare=False)
+    """Shapes and dtypes of the batches it was compiled for."""
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One optimizer step. ValueError where the batch does not divide by data devices x micro-batches."""
+        """One optimizer step; warns where it has to compile again.
+
+        Raises:
+          ValueError: a batch that does not divide by data devices x micro-batches.
+        """
         check_batch(self.plan, batch)
+        self._note_compilation({name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(batch)})
         return self.jitted(state, batch)
+
+    def _note_compilation(self, shapes: dict[str, str]) -> None:
+        if shapes in self._compiled:
+            return
+        if self._compiled:
+            before = self._compiled[-1]
+            changed = ", ".join(
+                f"{name} {before.get(name, 'absent')} -> {shape}" for name, shape in shapes.items() if shape != before.get(name)
+            )
+            warnings.warn(
+                f"the train step is compiled again, for batches of shape number {len(self._compiled) + 1}: {changed or 'a leaf less'}; "
+                "pad batches to one shape",
+                stacklevel=3,
+            )
+        self._compiled.append(shapes)
 
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """The step lowered for batches of these shapes (arrays or `jax.ShapeDtypeStruct`s), without running it."""
@@ -99,7 +122,7 @@ def make_train_step(
         )
     require_all_used(norm_groups, [leaf.name for leaf in plan.trained], "norm_groups")
     jitted = jax.jit(
-        functools.partial(_step, plan, loss_fn, clip, clip_value, tuple(norm_groups)),
+        functools.partial(train_step, plan, loss_fn, clip, clip_value, tuple(norm_groups)),
         in_shardings=(state_shardings(plan), batch_sharding(plan)),
         out_shardings=(state_shardings(plan), NamedSharding(mesh, P())),
         donate_argnums=0,
@@ -129,7 +152,7 @@ def check_batch(plan: Plan, batch: PyTree) -> None:
         )
 
 
-def _step(
+def train_step(
     plan: Plan,
     loss_fn: LossFn,
     clip: float | None,
@@ -138,6 +161,7 @@ def _step(
     state: TrainState,
     batch: PyTree,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
+    """What `TrainStep.jitted` runs; its name is the program's, in traces and logs."""
     rng = jax.random.fold_in(state.rng, state.step)
     scale = None if state.loss_scale is None else state.loss_scale.scale
     grads, (loss_sum, weight, metrics), divisor = gradients(plan, loss_fn, state.params, batch, rng, scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import signal
 import time
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from zjax import rules
+from zjax.audit import audit_here
 from zjax.checkpoint import Checkpointer, CheckpointError
 from zjax.checkpoint.weights import import_params, open_weights, own_names
 from zjax.config import TrainConfig
@@ -32,6 +34,7 @@ from zjax.evaluate import EvalStep, Watch, evaluate, make_eval_step
 from zjax.fields import ConfigError
 from zjax.flags import xla_flags
 from zjax.guard import NonFiniteError, NonFiniteGuard
+from zjax.memory_log import MemoryLog
 from zjax.mesh import AnyMesh, make_mesh
 from zjax.metrics import MetricsWriter, draw_loss_curve, model_flops
 from zjax.models import huggingface, llama
@@ -43,7 +46,10 @@ from zjax.profile import Profile
 from zjax.schedules import make_schedule
 from zjax.state import TrainState, init_state
 from zjax.step import TrainStep, batch_sharding, check_batch, make_train_step
+from zjax.tree import PyTree
 
+FINDINGS_TOLD = 5
+"""Findings of the step's audit that a run prints; all are in its workdir."""
 AGREE_EVERY = 10
 """Steps between the processes' agreements on whether one of them was told to stop."""
 
@@ -122,7 +128,9 @@ def run(
 ) -> Result:
     """Trains; resumes at the newest checkpoint below `workdir` if there is one.
 
-    `profile` names the first and the last step that are traced into `workdir/profile`, in every process.
+    `profile` names the first and the last step that are traced into `workdir/profile`, in every process. The plan and the
+    audit of the step's own program are written to `workdir/plan.txt`, `audit.txt` and `audit.json`, and what the audit
+    finds is told before the first step; what each device holds is in `workdir/memory`.
 
     Everything that can be wrong with the config, the data, the workdir or the checkpoint raises before anything is
     written. In a run of several processes each calls this; only the first writes metrics and prints.
@@ -173,16 +181,20 @@ def run(
 
     checkpointer.claim()  # before another run's metrics are touched
     writer = MetricsWriter(workdir, resumed_at or 0) if first else None
+    memory = MemoryLog(workdir / "memory", resumed_at or 0, plan.mesh.devices.ravel().tolist())
+    if first:
+        (workdir / "plan.txt").write_text(plan.table() + "\n")
     try:
         evaluation = (
             _Evaluation(config, plan, model, held_out, checkpointer, meta, console) if held_out and config.evaluation.every else None
         )
         with Profile(profile, workdir / "profile") as traced:
-            state, stopped_by = _loop(config, plan, model, batches, state, checkpointer, meta, writer, console, evaluation, traced)
+            state, stopped_by = _loop(config, plan, model, batches, state, checkpointer, meta, writer, console, evaluation, traced, memory)
         _save(checkpointer, state, meta)
         losses = writer.column("loss") if writer else []
     finally:
         checkpointer.close()
+        memory.close()
         if writer:
             writer.close()
     if stopped_by is not None:
@@ -235,10 +247,13 @@ def _loop(
     console: Console,
     evaluation: _Evaluation | None,
     traced: Profile,
+    memory: MemoryLog,
 ) -> tuple[TrainState, int | None]:
     if int(state.step) >= config.steps or (evaluation and evaluation.patience_is_over()):
         return state, None
     step: TrainStep = make_train_step(plan, model.loss, **step_knobs(config))
+    if jax.process_index() == 0:
+        _audited(step, abstract_batch(config), checkpointer.directory.parent, console)
     schedule = make_schedule(config.optimizer, config.steps)
     start, skipped = int(state.step), int(state.skipped_steps)
     guard = NonFiniteGuard(plan, config.max_consecutive_skips)
@@ -261,6 +276,7 @@ def _loop(
         line |= flops(tokens / seconds)
         if writer:
             writer.write(line)
+        memory.write(done)
         if told := guard.observe(done, observed):
             _say(console, told)
         bar.update(task, completed=done, state=f"loss {values['loss']:.3f}  {tokens / seconds:,.0f} tokens/s")
@@ -300,6 +316,23 @@ def _loop(
         if pending is not None:
             record(*pending)
     return state, _agreed(caught.number, 0) if int(state.step) < config.steps else None
+
+
+def _audited(step: TrainStep, batch: PyTree, workdir: Path, console: Console) -> None:
+    """Compiles the step, writes the audit of its program into the workdir, and tells what contradicts the plan."""
+    try:
+        audit = audit_here(step, batch)
+    except Exception as error:  # a program that cannot be read can still be run
+        return _say(console, f"the compiled step is not audited: {type(error).__name__}: {error}")
+    (workdir / "audit.txt").write_text(f"{audit}\n")
+    (workdir / "audit.json").write_text(json.dumps(audit.to_json()))
+    count = len(audit.findings)
+    what = f"{count} finding{'s' if count != 1 else ''}" if count else "no finding"
+    _say(console, f"{'WARNING: ' if count else ''}audit of the compiled step: {what}, in {workdir / 'audit.txt'}")
+    for finding in audit.findings[:FINDINGS_TOLD]:
+        _say(console, f"  {finding}")
+    if count > FINDINGS_TOLD:
+        _say(console, f"  and {count - FINDINGS_TOLD} more")
 
 
 class _Evaluation:

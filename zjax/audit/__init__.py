@@ -2,4 +2,4 @@
 
 from zjax.audit.compile import AuditError
 from zjax.audit.report import Audit
-from zjax.audit.run import audit, audit_program, audit_recipe
+from zjax.audit.run import audit, audit_here, audit_program, audit_recipe

@@ -68,14 +68,14 @@ def compile_request(request: Request, response: Path) -> dict[str, Any]:
     answer: dict[str, Any] = {"mesh": dict(mesh.shape), "hosts": place.hosts, "coords": place.coords, "marked": sorted(marked)}
 
     text = lowered.as_text()
-    answer["kernels"] = sorted(set(re.findall(r"custom_call @((?:__cudnn\$|triton|tpu_custom_call|mosaic)[\w$.]*)", text)))
+    answer["kernels"] = kernels_in(text)
     entry = _cache_entry(request, place, text)
     found = _load(entry)
     if found is None:
         started = time.perf_counter()
         compiled = lowered.compile(compiler_options=NO_MACHINE_CODE | request.compiler_options)
         seconds = time.perf_counter() - started
-        hlo, figures = compiled.as_text(), _memory(compiled.memory_analysis()) | {"compile_seconds": seconds}
+        hlo, figures = compiled.as_text(), memory_figures(compiled.memory_analysis()) | {"compile_seconds": seconds}
         _store(entry, hlo, figures)
         found = _load(entry) or (hlo, figures)  # of several processes that compile the same, all report the first's
     hlo, figures = found
@@ -96,7 +96,13 @@ def _default_backend(platform: str) -> Iterator[None]:
         jax.default_backend = real
 
 
-def _memory(analysis: Any) -> dict[str, int]:
+def kernels_in(lowered: str) -> list[str]:
+    """Custom-call targets of the library kernels that a lowered program asks for."""
+    return sorted(set(re.findall(r"custom_call @((?:__cudnn\$|triton|tpu_custom_call|mosaic)[\w$.]*)", lowered)))
+
+
+def memory_figures(analysis: Any) -> dict[str, int]:
+    """Bytes a device by kind, as the compiler counts them; 0 for what a backend does not tell."""
     names = ("argument", "output", "alias", "temp", "host_argument", "host_output", "host_temp")
     sizes = {name: int(getattr(analysis, f"{name}_size_in_bytes", 0) or 0) for name in names}
     return sizes | {"peak": int(getattr(analysis, "peak_memory_in_bytes", 0) or 0)}

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zjax.audit.child import Lower, Request
-from zjax.audit.compile import compile_for_target
+from zjax.audit.child import Lower, Request, kernels_in, memory_figures
+from zjax.audit.compile import Compiled, compile_for_target
 from zjax.audit.findings import Evidence, find
 from zjax.audit.hlo import parse
 from zjax.audit.report import Audit
 from zjax.audit.schedule import follow
-from zjax.audit.targets import parse_target
+from zjax.audit.targets import Target, parse_target, place_here, target_here
 from zjax.config import MeshConfig
 from zjax.estimate import Chip
 from zjax.flags import xla_flags
 from zjax.mesh import AXES, abstract_mesh, degree, physical_axes, resolve_degrees
-from zjax.plan import Plan, Recipe
+from zjax.plan import Plan, Recipe, require_devices
 from zjax.step import LossFn, TrainStep, check_batch, make_train_step
 from zjax.tree import PyTree
 from zjax.units import record_marked
@@ -130,7 +131,36 @@ def audit_program(
         (folder / f"{goal.text.replace(':', '-')}.{hashlib.sha256(compiled.hlo.encode()).hexdigest()[:12]}.hlo.txt").write_text(
             compiled.hlo
         )
-    goal = dataclasses.replace(goal, chip=chip or goal.chip)
+    return _read(compiled, dataclasses.replace(goal, chip=chip or goal.chip), plan, batch, compiler_options)
+
+
+def audit_here(step: TrainStep, batch: PyTree) -> Audit:
+    """Audits the very program that `step` runs on the devices that are here; it is compiled once, for both.
+
+    Every process of a run may call it. `batch` is the global one, arrays or `jax.ShapeDtypeStruct`s. ConfigError for
+    devices that are not in the catalogue of chips.
+    """
+    devices = require_devices(step.plan).devices.ravel().tolist()
+    goal = target_here(devices)
+    with record_marked() as marked:
+        lowered = step.lower(batch)
+    started = time.perf_counter()
+    compiled = lowered.compile()
+    seconds = time.perf_counter() - started
+    options = xla_flags(goal.platform, step.plan) if step.compiler_options is None else step.compiler_options
+    program = Compiled(
+        hlo=compiled.as_text() or "",
+        memory=memory_figures(compiled.memory_analysis()),
+        compile_seconds=seconds,
+        place=place_here(step.plan.mesh.shape, devices),
+        marked=frozenset(marked),
+        kernels=tuple(kernels_in(lowered.as_text())),
+    )
+    return _read(program, goal, step.plan, batch, options)
+
+
+def _read(compiled: Compiled, goal: Target, plan: Plan, batch: PyTree, compiler_options: Mapping[str, str] | None) -> Audit:
+    """What the compiled program says, held against the plan."""
     module = parse(compiled.hlo)
     timeline = follow(module, compiled.place, goal.chip)
     share = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(batch)) // plan.data_degree

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zjax.audit.collectives import Place
-from zjax.estimate.hardware import CHIPS, Chip, chip_named
+from zjax.estimate.hardware import CHIPS, DEVICE_KINDS, Chip, chip_named, chip_of_kind
 from zjax.fields import ConfigError
+from zjax.mesh import granule_of
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,31 @@ def place_of(target: Target, mesh_shape: Mapping[str, int], devices: Sequence[An
     per_host = target.shape[-1]
     hosts = tuple(device.id // per_host for device in devices)
     return Place(dict(mesh_shape), hosts, ())
+
+
+def target_here(devices: Sequence[Any]) -> Target:
+    """What the devices of a running process, in a mesh's order, are as a target; ConfigError for a kind that is not known."""
+    platform, kind = devices[0].platform, devices[0].device_kind
+    chip = CHIPS["cpu"] if platform == "cpu" else chip_of_kind(kind)
+    if chip is None:
+        raise ConfigError(f"{kind}: nothing is known of this device; known: {', '.join(DEVICE_KINDS)}")
+    if platform == "cpu":
+        return parse_target(f"cpu:{len(devices)}")
+    if chip.platform == "gpu":
+        hosts = len(set(map(granule_of, devices)))
+        return parse_target(f"gpu:{chip.name}:{hosts}x{len(devices) // hosts}")
+    spans = [1 + max(along) - min(along) for along in zip(*(device.coords for device in devices), strict=True)]
+    shape = spans[: chip.torus_dims]
+    if math.prod(shape) != len(devices):
+        raise ConfigError(f"{len(devices)} {kind} that are no box of {'x'.join(map(str, spans))}: several slices are no audit target")
+    return parse_target(f"tpu:{chip.name}:{'x'.join(map(str, shape))}")
+
+
+def place_here(mesh_shape: Mapping[str, int], devices: Sequence[Any]) -> Place:
+    """Where each device of a running process's mesh is: GPUs between which no network lies share a host."""
+    if devices[0].platform == "tpu":
+        return Place(dict(mesh_shape), (0,) * len(devices), tuple(tuple(device.coords) for device in devices))
+    return Place(dict(mesh_shape), tuple(map(granule_of, devices)), ())
 
 
 _GPU_FIELDS = {
