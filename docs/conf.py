@@ -20,7 +20,7 @@ import generate  # noqa: E402
 
 project = "zjax"
 release = version = importlib.metadata.version("zjax")
-copyright = "the zjax authors"  # noqa: A001
+copyright = "the zjax authors"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "_generated", "**.ipynb_checkpoints"]

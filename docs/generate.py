@@ -1,4 +1,4 @@
-"""The pages of the reference that are made from code: the command line from its parser, the configuration from its dataclasses."""
+"""What the docs have from elsewhere: the command line from its parser, the configuration from its dataclasses, and notebooks."""
 
 import argparse
 import ast
@@ -14,12 +14,20 @@ from zjax.config import TrainConfig, Unit
 
 
 def write(folder: Path) -> None:
-    """Writes both into a folder; a file that would not change is left alone, so that Sphinx does not read it again."""
+    """Writes them into a folder; a file that would not change is left alone, so that Sphinx does not read it again."""
     folder.mkdir(exist_ok=True)
-    for name, text in (("commands.md", commands()), ("configuration.md", configuration())):
+    made = {"commands.md": commands(), "configuration.md": configuration(), "toctree.md": toctree(folder.parent)}
+    for name, text in made.items():
         path = folder / name
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
+
+
+def toctree(docs: Path) -> str:
+    """The table of contents of what may or may not be there: predictions beside audits, and the notebooks."""
+    found = [*docs.glob("predictions.md"), *sorted((docs / "notebooks").glob("*.ipynb"))]
+    names = [path.relative_to(docs).with_suffix("").as_posix() for path in found]
+    return "\n".join(["```{toctree}", ":hidden:", ":caption: Measured and run", "", *names, "```", ""]) if names else ""
 
 
 def parsers() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:

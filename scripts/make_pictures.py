@@ -1,6 +1,6 @@
 """Draws docs/images/stages.svg: what a device holds in each mode, from the plans, and what it sends, from the README's audited table.
 
-    python scripts/make_pictures.py
+python scripts/make_pictures.py
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def held() -> dict[str, dict[str, int]]:
 
 def sent() -> dict[str, tuple[float, float]]:
     """(GiB a device sends in a step, the share that is exposed) on 8 H100, by mode: the README's table."""
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")
+    ]
     return {row[1]: (float(row[4]), float(row[6].rstrip("%")) / 100) for row in rows if row[0] == "8 H100" and row[1] in MODES}
 
 
@@ -73,7 +75,9 @@ def draw(path: Path) -> None:
     for x, mode in enumerate(MODES):
         wire, exposed = traffic[mode]
         right.bar(x, wire * exposed, color=EXPOSED, width=0.65, label="exposed" if x == 0 else None)
-        right.bar(x, wire * (1 - exposed), bottom=wire * exposed, color=SENT, width=0.65, label="beside matrix products" if x == 0 else None)
+        right.bar(
+            x, wire * (1 - exposed), bottom=wire * exposed, color=SENT, width=0.65, label="beside matrix products" if x == 0 else None
+        )
         right.text(x, wire + 0.5, f"{wire:.1f}", ha="center")
     right.set_xticks(range(len(MODES)), names)
     right.set(ylabel="GiB a device and step", title="sent, in the program compiled for 8 H100", ylim=(0, 43))

@@ -16,7 +16,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-
 import pytest
 from small import MODEL, compiled_fast, environment, shared_folder, write_corpus
 
@@ -25,7 +24,7 @@ from zjax.audit import Audit, findings
 from zjax.audit.compare import cells_of, parse_vary
 from zjax.audit.schedule import Timeline
 from zjax.audit.targets import parse_target
-from zjax.cli import _parser, audit_run, load_config, main, parse_value, planned
+from zjax.cli import _parser, audit_run, load_config, main, parse_value, planned, read_deepspeed, with_deepspeed
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -63,7 +62,12 @@ def first_page():
 
 # --- what becomes of a line ---------------------------------------------------------------------------------------------------------
 
-LAUNCHERS = {"scripts/slurm.sbatch": "sbatch", "scripts/tpu_pod.sh": "bash", "scripts/gke_jobset.yaml": "kubectl", "scripts/launch_local.py": "python"}
+LAUNCHERS = {
+    "scripts/slurm.sbatch": "sbatch",
+    "scripts/tpu_pod.sh": "bash",
+    "scripts/gke_jobset.yaml": "kubectl",
+    "scripts/launch_local.py": "python",
+}
 """What starts them; tests/test_distributed.py runs or checks them one by one."""
 BUILD = "python -m sphinx -W -b html docs docs/_build/html"
 SMALL_CONFIGS = ("llama_tiny", "ddp", "zero1", "zero2", "zero3", "shard_grad_op", "hybrid")
@@ -84,6 +88,7 @@ def is_trained(words):
 
 
 def is_loaded(words):
+    """Not run at all: a model or a cluster that is not here."""
     return words[:1] == ["zjax"] and words[1] in ("train", "import") and not is_trained(words)
 
 
@@ -117,7 +122,7 @@ def test_no_block_escapes(name):
     for line in lines(page):
         found = [kind.__name__ for kind in CLASSES if kind(shlex.split(line))]
         assert len(found) == 1, f"{line}: {found or 'of no class'}"
-    kinds = {kind for kind, _ in FENCE.findall(page.read_text())}
+    kinds = {kind.split(" ")[0] for kind, _ in FENCE.findall(page.read_text())}
     assert kinds <= {"bash", "python", "", "{toctree}", "{image}", "{include}", "{eval-rst}"}
     for text in blocks(page, ""):
         assert "zjax " not in text, "a command in a block that says no language"
@@ -148,52 +153,74 @@ def tiny(words, corpus):
     small = {f"model.{name}": value for name, value in MODEL.items()} | {
         "steps": steps, "optimizer.warmup_steps": 0, "sample_tokens": 0, "data.path": corpus, "data.sequence_length": 16,
     }  # fmt: skip
-    return [word for word in words if not word.startswith("--config.steps=")] + [f"--config.{name}={value}" for name, value in small.items()]
+    return [word for word in words if not word.startswith("--config.steps=")] + [
+        f"--config.{name}={value}" for name, value in small.items()
+    ]
 
 
-RUNNING = [name for name in NAMES if any(first_page()[line] == ROOT / name for line in lines(ROOT / name))]
+TRAINED = "zjax train --config=configs/llama_tiny.py --workdir=runs/llama"
+"""The one run whose checkpoints the other lines need; the others train in the slow test."""
 
 
-@pytest.mark.parametrize("name", RUNNING)
-def test_the_commands_of_a_page_work(name, place, cache, capsys):
-    """In order, in one folder: what one makes the next may read."""
+def own_lines(name):
+    """The words of what is run on a page, and of what the lines in it need."""
+    words = [shlex.split(line) for line in lines(ROOT / name) if first_page()[line] == ROOT / name]
+    return [each for each in words if is_run(each) or is_trained(each)]
+
+
+def is_quick(words):
+    return is_run(words) or words[1] == "import" or shlex.join(words) == TRAINED
+
+
+def run_lines(all_words, place, cache, capsys):
     corpus = write_corpus(place / "corpus.txt", 20_000)
-    for line in (line for line in lines(ROOT / name) if first_page()[line] == ROOT / name):
-        words = shlex.split(line)
-        if not is_run(words) and not is_trained(words):
-            continue
+    for words in all_words:
         arguments = tiny(words[1:], corpus) if is_trained(words) else words[1:]
         if "--devices=4" in arguments:  # another number of devices than this process has takes a process of its own
             command = [sys.executable, "-m", "zjax.cli", *arguments]
-            run = subprocess.run(command, env=environment(cache, PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120)
-            assert run.returncode == 0, f"{line}\n{run.stderr}"
+            run = subprocess.run(command, env=environment(cache, PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=300)
+            assert run.returncode == 0, f"{words}\n{run.stderr}"
             continue
         status = main(arguments)
         out, err = capsys.readouterr()
-        assert status == 0, f"{line}\n{out}\n{err}"
+        assert status == 0, f"{words}\n{out}\n{err}"
         assert out or err
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if any(map(is_quick, own_lines(name)))])
+def test_the_commands_of_a_page_work(name, place, cache, capsys):
+    """In order, in one folder: what one makes the next may read."""
+    run_lines(filter(is_quick, own_lines(name)), place, cache, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if not all(map(is_quick, own_lines(name)))])
+def test_the_trainings_of_a_page_work(name, place, cache, capsys):
+    run_lines([words for words in own_lines(name) if is_trained(words)], place, cache, capsys)
 
 
 ALL = sorted({line for page in PAGES for line in lines(page)})
 
 
-@pytest.mark.parametrize("line", [line for line in ALL if is_loaded(shlex.split(line)) or is_compiled(shlex.split(line))])
+@pytest.mark.parametrize("line", [line for line in ALL if not is_run(line.split()) and line.startswith("zjax ")])
 def test_a_command_that_takes_hardware_or_hours_is_understood(line):
-    """Its arguments parse, its config exists and has the fields it sets, its target is known."""
+    """Its arguments parse, its config exists and has the fields it sets, its DeepSpeed file is honoured, its target is known."""
     arguments, rest = _parser().parse_known_args(shlex.split(line)[1:])
     if arguments.command == "advise":
-        assert not rest and main([word for word in shlex.split(line)[1:] if not word.startswith("--verify")]) == 0
+        assert not rest and arguments.verify > 0
         return
     grid = cells_of(parse_vary(getattr(arguments, "vary", []), parse_value), [])
     for varied, _ in grid:
-        load_config(str(ROOT / arguments.config), [*rest, *(f"--config.{name}={value}" for name, value in varied.items())])
+        config = load_config(str(ROOT / arguments.config), [*rest, *(f"--config.{name}={value}" for name, value in varied.items())])
+        if getattr(arguments, "deepspeed", None):
+            with_deepspeed(config, read_deepspeed(str(ROOT / arguments.deepspeed)), rest, 8)
     targets = getattr(arguments, "target", None) or []
     for target in [targets] if isinstance(targets, str) else targets:
         assert parse_target(target).devices > 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", [line for line in ALL if shlex.split(line)[1] == "audit" and "--target=tpu" not in line and "zjax" in line])
+@pytest.mark.parametrize("line", [line for line in ALL if line.startswith("zjax audit") and "--target=tpu" not in line])
 def test_an_audit_works(line, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert main(shlex.split(line)[1:]) == 0
