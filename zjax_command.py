@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 
 
@@ -35,4 +36,5 @@ def main() -> int:
     """Runs the command."""
     with quiet_stderr():
         from zjax import cli
+    warnings.showwarning = lambda message, *where: print(f"zjax: warning: {message}", file=sys.stderr)
     return cli.main()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import resource
 import time
+import warnings
 from itertools import pairwise
 
 import jax
@@ -225,3 +226,13 @@ def test_the_first_choice_compiles_and_fits(capsys, model, hardware, devices):
     # Of 405B it is 13% above the truth: a layer alone is 6 GiB, and XLA holds fewer of them at once than may be.
     assert row["peak"]["predicted"] == pytest.approx(row["peak"]["audited"], rel=0.15 if model == "llama3_405b" else 0.10)
     assert time.monotonic() - started < 600 and jax.default_backend() == "cpu"
+
+
+@pytest.mark.parametrize("hardware", ["h100", "v5p"])
+def test_one_device_is_advised_to_shard_nothing_without_a_warning(hardware, capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(["advise", "--model=tiny", f"--hardware={hardware}", "--devices=1"]) == 0
+    told = capsys.readouterr().out
+    assert "nothing to shard over" in told and "stage 0" in told and "1 sequence of" in told
+    assert "stage 1 (" not in told.split("What would change")[0]

@@ -246,16 +246,10 @@ def test_planning_for_no_devices_is_a_mistake(capsys, devices):
 
 
 def test_an_error_inside_get_config_is_not_taken_for_its_absence(folder, capsys):
-    try:
-        status = main(["plan", "--config=lookup.py"])
-    except KeyError as error:
-        assert error.args == ("stage",)  # the user's own traceback is as good
-    else:
-        assert_one_error(status, *capsys.readouterr(), "lookup.py", "stage")
-        assert "no get_config" not in capsys.readouterr().err
+    assert_one_error(main(["plan", "--config=lookup.py"]), *capsys.readouterr(), "lookup.py", "KeyError: 'stage' (line")
 
 
-@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["plan", "--devices=two", config("zero2")]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["trian"], ["train"], ["plan", "--devices=two", config("zero2")]], ids=" ".join)
 def test_usage_errors_exit_with_2(capsys, arguments):
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
@@ -422,3 +416,35 @@ def test_a_terminal_without_unicode_gets_the_whole_output(folder, cache):
     done = zjax("train", "--config=good.py", "--workdir=run", *options, "--devices=1", cwd=folder, cache=cache, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert "sampled text:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("def get_config(:\n", "invalid syntax (config.py, line 1)"),
+        ("def get_config():\n    import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module' (line 2)"),
+        ("x = 1\n\nraise RuntimeError('boom')\n", "RuntimeError: boom (line 3)"),
+    ],
+)
+def test_a_config_that_is_no_program_is_told_with_its_line(tmp_path, capsys, source, told):
+    (tmp_path / "config.py").write_text(source)
+    assert main(["plan", f"--config={tmp_path / 'config.py'}"]) == 2
+    assert capsys.readouterr().err.strip().endswith(told)
+
+
+def test_no_command_shows_the_help_and_a_version_is_told(capsys):
+    assert main([]) == 2
+    assert "Exit status" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith("zjax ")
+
+
+def test_running_out_of_device_memory_says_what_to_do(folder, capsys, monkeypatch):
+    def too_large(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.\nmore")
+
+    monkeypatch.setattr("zjax.train.run", too_large)
+    assert main(["train", config("llama_tiny")]) == 1
+    told = capsys.readouterr().err
+    assert "out of device memory: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes." in told and "remat='full'" in told

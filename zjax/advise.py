@@ -10,6 +10,7 @@ import json
 import pprint
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,10 +158,13 @@ def _sizes_of(model: str, count: float) -> dict[str, int]:
 def question_of(config: TrainConfig, cluster: Cluster) -> Question:
     """The question of a config on a cluster. Attention is taken to be the library's kernel, unless the config names XLA's."""
     sizes, mesh = llama.from_config(config.model), dataclasses.replace(config.mesh, replica=1, fsdp=-1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*one device to shard over")  # only its recipe is used
+        recipe = train.plan_run(dataclasses.replace(config, mesh=mesh), abstract_mesh(mesh, cluster.devices)).recipe
     shared = {field.name for field in dataclasses.fields(Decoder)} & {field.name for field in dataclasses.fields(sizes)}
     return Question(
         config=config,
-        recipe=train.plan_run(dataclasses.replace(config, mesh=mesh), abstract_mesh(mesh, cluster.devices)).recipe,
+        recipe=recipe,
         cluster=cluster,
         decoder=Decoder(tensor=config.mesh.tensor, **{name: getattr(sizes, name) for name in shared}),
         only_read=() if sizes.tied else ("embed",),
@@ -296,7 +300,7 @@ def _show(console: Console, advice: Advice, price: float | None) -> None:
     say = lambda text: console.print(text, highlight=False, markup=False)  # noqa: E731
     where = f"{cluster.groups} x {cluster.inside} {chip.name}" if cluster.groups > 1 else f"{cluster.devices} {chip.name}"
     say(
-        f"{parameters_of(one.plan):,} parameters on {where}, {data.global_batch} sequences of {data.sequence_length} a step; "
+        f"{parameters_of(one.plan):,} parameters on {where}, {data.global_batch} sequence{'s' if data.global_batch > 1 else ''} of {data.sequence_length} a step; "
         f"links {chip.link_inside / 1e9:g} GB/s inside, {chip.link_between / 1e9:g} GB/s between; matrix products at {cluster.efficiency:.0%} of the peak"
     )
     table = Table(box=box.SIMPLE_HEAD)

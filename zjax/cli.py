@@ -12,8 +12,10 @@ import math
 import os
 import runpy
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,19 @@ BATCH_KEYS = {"data.global_batch": "train_batch_size", "accumulation.micro_batch
 """Fields whose override takes the place of a DeepSpeed file's batch size, so that the others follow from it or contradict it."""
 
 
+OUT_OF_MEMORY = (
+    "Shard more (zero.stage=3, a larger mesh.fsdp), compute more again (remat='full'), or give a device fewer sequences at a time "
+    "(accumulation.micro_batches); `zjax audit` tells for a target what a step holds"
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 only when the work was done."""
-    arguments, rest = _parser().parse_known_args(argv)
+    parser = _parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return 2
+    arguments, rest = parser.parse_known_args(argv)
     try:
         if (count := getattr(arguments, "devices", None)) is not None and count < 1:
             raise ConfigError(f"--devices={count}: must be positive")
@@ -56,6 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NonFiniteError as error:
         print(f"zjax {arguments.command}: stopped, and saved: {error}", file=sys.stderr)
         return 1
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"zjax {arguments.command}: error: out of device memory: {str(error).splitlines()[0]}\n{OUT_OF_MEMORY}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader, `head` for instance, has gone: nothing is left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -65,7 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zjax", description="ZeRO and FSDP sharding for JAX: plan it, audit it, train with it.")
+    parser = argparse.ArgumentParser(
+        prog="zjax",
+        description="ZeRO and FSDP sharding for JAX: plan it, audit it, train with it.",
+        epilog="`zjax COMMAND --help` tells a command's options. Exit status: 0 the work was done; 1 it was not, or what was looked for was found "
+        "(--strict, checkpoint verify and diff); 2 a wrong option, config, corpus or checkpoint; 128 + N ended by signal N, after a save.",
+    )
+    parser.add_argument("--version", action="version", version=f"zjax {version('zjax')}, jax {jax.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     about = {
         "train": (_train, "train a model from a config", "Train a model from a config; resumes where its workdir left off."),
@@ -156,6 +179,13 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> TrainConfig:
         if not callable(get_config):
             raise ConfigError(f"--config={path}: the file has no get_config() function")
         values = get_config()
+    except ConfigError:
+        raise
+    except SyntaxError as error:
+        raise ConfigError(f"--config={path}: {error.msg} ({Path(error.filename or path).name}, line {error.lineno})") from error
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        raise ConfigError(f"--config={path}: {type(error).__name__}: {error} (line {lines[-1] if lines else '?'})") from error
     finally:
         sys.path.pop(0)
     if not isinstance(values, ml_collections.ConfigDict):

@@ -227,9 +227,9 @@ def report(advice: Advice, price: float | None = None, count: int = 10) -> dict[
 
 
 def _modes(question: Question) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Stages with what belongs to them, and accumulation."""
+    """Stages with what belongs to them, and accumulation; on one device there is nothing to shard over."""
     rows = question.config.data.global_batch // _shards(question)
-    for stage in STAGES:
+    for stage in STAGES if _shards(question) > 1 else STAGES[:1]:
         for micro in [count for count in _divisors(rows) if count <= MOST_MICRO_BATCHES] or [1]:
             for mode in ("sharded", "local") if micro > 1 and stage["stage"] >= 2 else ("sharded",):
                 yield stage, {"micro_batches": micro, "mode": mode}
@@ -238,7 +238,9 @@ def _modes(question: Question) -> Iterator[tuple[dict[str, Any], dict[str, Any]]
 def _meshes(question: Question, stage: Mapping[str, Any]) -> Iterator[dict[str, int]]:
     """Splits into groups of whole hosts or slices, the undivided first; stage 0 shards nothing that a split could change."""
     for replica in _divisors(question.cluster.groups) if stage["stage"] else [1]:
-        yield {"replica": replica, "fsdp": _shards(question) // replica}
+        fsdp = _shards(question) // replica
+        if fsdp > 1 or replica == 1:
+            yield {"replica": replica, "fsdp": fsdp}
 
 
 def _shards(question: Question) -> int:

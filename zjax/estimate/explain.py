@@ -49,14 +49,15 @@ def _whole_copy(advice: Advice) -> str:
 
 
 def _stage(advice: Advice) -> str:
-    parts = []
+    parts, devices = [], advice.question.cluster.devices
+    if devices == 1:
+        return "Stage: on one device there is nothing to shard over."
     for stage in (1, 2, 3):
         smallest = _smallest(advice, stage=stage)
         if smallest is not None:
             verb = "fits" if _any_fits(advice, stage) else "does not fit"
             parts.append(f"stage {stage} {verb} (peak {_gib(smallest.memory.peak)} at least)")
-    devices = advice.question.cluster.devices
-    return f"Stage: over {devices} device{'s' if devices > 1 else ''}, " + ", ".join(parts) + "."
+    return f"Stage: over {devices} devices, " + ", ".join(parts) + "."
 
 
 def _offload(advice: Advice) -> str:
