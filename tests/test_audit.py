@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import broken_steps as steps
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import optax
@@ -25,7 +27,7 @@ from zjax.audit.compile import compile_for_target
 from zjax.audit.findings import Evidence, find
 from zjax.audit.hlo import parse
 from zjax.audit.schedule import Timeline
-from zjax.audit.targets import parse_target
+from zjax.audit.targets import child_environment, parse_target
 from zjax.cli import audit_run, load_config, main
 from zjax.config import MeshConfig
 from zjax.estimate import traffic_by_link, traffic_per_step
@@ -436,6 +438,26 @@ def test_the_callers_jax_is_left_alone():
     audit = zjax.audit(zjax.make_train_step(plan, steps.healthy), steps.BATCH, target=GPU)
     assert seen() == before
     assert audit.target.platform == "gpu" and jax.devices()[0].platform == "cpu"
+
+
+def test_a_compilation_ends_with_the_process_that_waits_for_it(tmp_path):
+    """Its stdin is that process's to close, and the system closes it when the process is killed."""
+
+    def lower(mesh):
+        (tmp_path / "begun").touch()
+        time.sleep(600)
+
+    request = Request(parse_target("cpu:1"), MeshConfig(), lower)
+    (tmp_path / "request").write_bytes(cloudpickle.dumps(request))
+    command = [sys.executable, "-c", "import sys; from zjax.audit.child import main; main(*sys.argv[1:])", tmp_path / "request", tmp_path]
+    with subprocess.Popen(command, env=child_environment(request.target), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        for _ in range(600):
+            if (tmp_path / "begun").exists():
+                break
+            time.sleep(0.1)
+        assert child.poll() is None
+        child.stdin.close()
+        assert child.wait(timeout=30) == 1
 
 
 def test_an_audit_of_a_step_takes_its_mesh_along():

@@ -56,6 +56,7 @@ def test_two_fields_make_every_combination(capsys):
 def test_nothing_varied_is_one_cell(capsys):
     (cell,) = cells(capsys)
     assert cell["varied"] == {} and cell["plan"]["devices"] == 8
+    assert cells(capsys, "--devices=4")[0]["plan"]["devices"] == 4
 
 
 def test_values_of_every_type(capsys):

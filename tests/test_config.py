@@ -233,7 +233,7 @@ def test_every_section_of_a_run_is_a_config_of_its_own():
 # --- the floors of the package ------------------------------------------------------------------------------------------------
 
 FLOORS = (
-    {"fields", "tree"},
+    {"fields", "tree", "console"},
     {"ds_config"},
     {"optimizer_config"},
     {"config"},

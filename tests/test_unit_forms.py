@@ -2,6 +2,7 @@
 
 import re
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -307,3 +308,32 @@ def test_a_bound_on_units_that_are_whole_changes_no_value(stage):
 def test_the_zero_that_waits_is_0_whatever_it_waits_for(x):
     assert zero_after(jnp.full((2, 3), x)) == 0
     assert zero_after(jnp.full((2,), -7)) == 0
+
+
+# --- sent to the process that audits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["nnx instance", "nnx class", "linen instance", "linen class"])
+def test_a_marked_module_outside_the_loss_can_be_pickled(form):
+    """Its class is made at run time, so it is pickled by value, with every global it names."""
+    if form.startswith("nnx"):
+        cls = zjax.fully_shard(nnx.Linear, at="block") if form == "nnx class" else nnx.Linear
+        model = cls(4, 4, rngs=nnx.Rngs(0))
+        graphdef, params = nnx.split(model if form == "nnx class" else zjax.fully_shard(model, at="block"))
+        loss = lambda x: jnp.sum(nnx.merge(graphdef, params)(x))  # noqa: E731
+    else:
+        model = zjax.fully_shard(linen.Dense)(4) if form == "linen class" else zjax.fully_shard(linen.Dense(4))
+        variables = model.init(jax.random.key(0), jnp.ones((2, 4)))
+        loss = lambda x: jnp.sum(model.apply(variables, x))  # noqa: E731
+    x = jnp.ones((2, 4))
+    np.testing.assert_allclose(cloudpickle.loads(cloudpickle.dumps(loss))(x), loss(x), rtol=1e-6)
+
+
+def test_a_parameters_dtype_is_known_outside_its_unit():
+    """`x.astype(params["w"].dtype)` is no use of its value; anything else is an error that says what to do."""
+    init = lambda key: {"block": {"w": jax.random.normal(key, (WIDTH, WIDTH))}}  # noqa: E731
+    unit = zjax.fully_shard(lambda p, x: x @ p["w"], at="block")
+    seen = lambda p, x: unit(p["block"], x.astype(p["block"]["w"].dtype))  # noqa: E731
+    agree(plan_of(init, ("block",)), squares(seen), squares(lambda p, x: x @ p["block"]["w"]), batch())
+    with pytest.raises(AttributeError, match=r"LocalParam\.shape: a parameter is used outside its unit"):
+        one_step(plan_of(init, ("block",)), squares(lambda p, x: unit(p["block"], x) * p["block"]["w"].shape[0]), batch())

@@ -23,6 +23,7 @@ from rich.table import Table
 from zjax import train
 from zjax.audit import Audit
 from zjax.config import TrainConfig
+from zjax.console import output
 from zjax.estimate.advice import TIE, Advice, Candidate, Question, advise, parameters_of, report
 from zjax.estimate.cluster import Cluster, cluster_of
 from zjax.estimate.decoder import Decoder
@@ -106,7 +107,7 @@ def run(
         agreement = dict(zip(("alike", "pairs"), rank_agreement(verified), strict=True)) if verified else None
         print(json.dumps({"hardware": reports, "best": best, "verified": [row.to_json() for row in verified], "rank_agreement": agreement}))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 180)
+        console = output(180)
         for index, advice in enumerate(answers):
             _show(console, advice, prices[index] if prices else None)
         if len(answers) > 1:

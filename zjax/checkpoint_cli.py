@@ -15,7 +15,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from etils import epath
-from rich.console import Console
 from rich.table import Table
 
 from zjax.checkpoint import Checkpointer, CheckpointError
@@ -23,6 +22,7 @@ from zjax.checkpoint import manifest as manifests
 from zjax.checkpoint.manifest import Leaf, Manifest
 from zjax.checkpoint.reading import damaged_leaves, quiet
 from zjax.checkpoint.weights import EXPORT_DTYPES, FILE_BYTES, FORMATS, export_npz, export_safetensors, own_names, params_of
+from zjax.console import output
 from zjax.models import huggingface
 from zjax.models.llama import LlamaConfig
 
@@ -224,4 +224,4 @@ def _mesh(mesh: dict[str, int]) -> str:
 
 
 def _print(table: Table) -> None:
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    output().print(table)

@@ -27,6 +27,7 @@ from zjax.audit import Audit, AuditError, audit_recipe
 from zjax.audit.targets import parse_target
 from zjax.checkpoint_cli import add_commands
 from zjax.config import TrainConfig, Unit
+from zjax.console import output
 from zjax.describe import bytes_per_device, spec_text
 from zjax.estimate import Chip, traffic_by_link, traffic_per_step
 from zjax.fields import ConfigError, from_dict
@@ -111,13 +112,12 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         if name != "train":
             command.add_argument("--json", action="store_true", help="print JSON instead of text")
-    for name in ("train", "plan", "doctor"):
-        made[name].add_argument(
-            "--devices",
-            type=int,
-            metavar="N",
-            help=f"devices to use (of each process, if there are several); without an accelerator they are simulated on the CPU (default {SIMULATED_DEVICES})",
-        )
+    here = f"devices to use (of each process, if there are several); without an accelerator they are simulated on the CPU (default {SIMULATED_DEVICES})"
+    thought = (
+        f"devices to plan for, none of which need be here (default: as many as the mesh asks for, {SIMULATED_DEVICES} for a degree of -1)"
+    )
+    for name, devices in (("train", here), ("doctor", here), ("plan", thought), ("compare", thought)):
+        made[name].add_argument("--devices", type=int, metavar="N", help=devices)
     for name in ("train", "plan"):
         made[name].add_argument(
             "--deepspeed",
@@ -328,7 +328,6 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _explain(arguments: argparse.Namespace, config: TrainConfig, file: ds_config.DeepSpeedFile, rest: list[str]) -> int:
     """Prints what becomes of each key of a DeepSpeed file, then raises if the file cannot be honoured."""
-    from rich.console import Console
     from rich.table import Table
 
     failure, applied = None, None
@@ -343,7 +342,7 @@ def _explain(arguments: argparse.Namespace, config: TrainConfig, file: ds_config
         table = Table("key", "value", "fate", "what it becomes, or why not")
         for key, value, fate, text in rows:
             table.add_row(key, ds_config.shown(value), fate, text)
-        Console(width=None if sys.stdout.isatty() else 200).print(table)
+        output().print(table)
     if failure is not None:
         raise failure
     return 0
@@ -358,7 +357,6 @@ def _audit(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from rich.console import Console
     from rich.progress import track
 
     from zjax.audit import compare
@@ -367,8 +365,7 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
     load_config(arguments.config, rest)  # a mistake in the config itself ends it; one in a cell is a row
     without_accelerator()
     grid = list(compare.cells_of(compare.parse_vary(arguments.vary, parse_value), arguments.target))
-    progress = Console(stderr=True)
-    cells = [_cell(arguments, rest, varied, target) for varied, target in track(grid, "comparing", console=progress)]
+    cells = [_cell(arguments, rest, varied, target) for varied, target in track(grid, "comparing", console=output(stderr=True))]
     if arguments.out:
         out = Path(arguments.out)
         out.mkdir(parents=True, exist_ok=True)
@@ -379,7 +376,7 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.json:
         print(compare.json_of(cells))
     else:
-        Console(width=None if sys.stdout.isatty() else 200).print(compare.table_of(cells))
+        output().print(compare.table_of(cells))
     for error in compare.errors_of(cells):
         print(f"failed: {error}", file=sys.stderr)
     return 0 if any(not cell.error for cell in cells) else 1
@@ -411,7 +408,7 @@ def _cell(arguments: argparse.Namespace, rest: list[str], varied: dict[str, Any]
     try:
         config = load_config(arguments.config, overrides)
         result = audit_run(config, target, **_audit_options(arguments)) if target else None
-        plan = result.plan if result else planned(config, parse_target(target).devices if target else None)
+        plan = result.plan if result else planned(config, parse_target(target).devices if target else arguments.devices)
     except (ConfigError, ValueError, AuditError, distributed.DistributedError) as error:
         return Cell(varied, target, error=str(error))
     leaves = tuple(

@@ -38,6 +38,11 @@ class LocalParam:
     gradient: jax.Array | None
     """Zeros in the shape of the piece of the gradient this device accumulates. Never read; what is differentiated. None if frozen."""
 
+    @property
+    def dtype(self) -> Any:
+        """That of the whole parameter at rest, for casts to a parameter's dtype outside its unit."""
+        return self.value.dtype
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"LocalParam.{name}: a parameter is used outside its unit, where the explicit engine has only this device's piece of it. "

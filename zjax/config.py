@@ -208,13 +208,13 @@ class Unit:
     reshard_after_forward: bool | None = None
     """Stage 3: as `ZeroConfig.reshard_after_forward`, for this unit; None takes that."""
     compute: str | None = None
-    """One of `DTYPES`: that of its parameters and, cast when it is called, of its input (MixedPrecisionPolicy
+    """`bfloat16`, `float32` or `float16`: that of its parameters and, cast when it is called, of its input (MixedPrecisionPolicy
     param_dtype, cast_forward_inputs); None takes `PrecisionConfig.compute`."""
     reduce: str | None = None
-    """One of `DTYPES`, in which its gradients travel (MixedPrecisionPolicy reduce_dtype); None takes
+    """`bfloat16`, `float32` or `float16`, in which its gradients travel (MixedPrecisionPolicy reduce_dtype); None takes
     `PrecisionConfig.reduce`."""
     output: str | None = None
-    """One of `DTYPES`, to which its floating outputs are cast (MixedPrecisionPolicy output_dtype); None leaves them."""
+    """`bfloat16`, `float32` or `float16`, to which its floating outputs are cast (MixedPrecisionPolicy output_dtype); None leaves them."""
 
     def __post_init__(self) -> None:
         check_types(self, f"Unit({self.path!r}).")
@@ -283,10 +283,10 @@ class PrecisionConfig:
     """`bfloat16` or `float16`: parameters and activations, with fp32 master weights in the optimizer state, and for
     `float16` loss scaling; `float32`: no master."""
     reduce: str | None = None
-    """One of `DTYPES`, in which gradients travel between devices (FSDP reduce_dtype, DeepSpeed communication_data_type);
+    """`bfloat16`, `float32` or `float16`, in which gradients travel between devices (FSDP reduce_dtype, DeepSpeed communication_data_type);
     None means that of compute. Another than that of compute takes the explicit engine."""
     accumulate: str = "float32"
-    """One of `DTYPES`, in which micro-batches' gradients are summed (DeepSpeed data_types.grad_accum_dtype)."""
+    """`bfloat16`, `float32` or `float16`, in which micro-batches' gradients are summed (DeepSpeed data_types.grad_accum_dtype)."""
     keep_float32: tuple[str, ...] = ()
     """Patterns of parameters that stay float32 in compute (norm scales, a router), without a master of their own."""
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
@@ -317,7 +317,7 @@ class AccumulationConfig:
     """Gradient accumulation over micro-batches inside one optimizer step (DeepSpeed gradient_accumulation_steps)."""
 
     micro_batches: int = 1
-    """Micro-batches a step. Above 1 the gradients are accumulated in float32."""
+    """Micro-batches a step. Above 1 the gradients are accumulated in `precision.accumulate`."""
     mode: str = "sharded"
     """Stages 2 and 3: `sharded` scatters the gradients of each micro-batch into a sharded accumulator (the least memory);
     `local` (FSDP's no_sync) accumulates whole gradients and scatters once a step (the least traffic; explicit engine).

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import math
 from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec as P
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from zjax.config import ZeroConfig
+from zjax.console import TextConsole
 from zjax.mesh import AnyMesh, data_axes, degree, zero_axes
 
 Plan: TypeAlias = Any
@@ -70,10 +69,9 @@ def table(plan: Plan) -> str:
         shape = "x".join(map(str, leaf.shape)) or "scalar"
         rows.add_row(leaf.path, shape, str(leaf.rest.dtype), *specs, f"{leaf.bytes_on(plan.mesh):,}", leaf.reason or "")
     # rich pads and wraps to the console; a plan is compared as text, so it gets all the width it wants.
-    console = Console(file=io.StringIO(), width=10_000, color_system=None)
+    console = TextConsole(10_000)
     console.print(rows)
-    assert isinstance(console.file, io.StringIO)
-    return summary(plan) + "\n" + "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    return f"{summary(plan)}\n{console}"
 
 
 def spec_text(spec: P) -> str:

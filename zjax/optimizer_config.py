@@ -98,12 +98,12 @@ class OptimizerConfig:
     """The optax optimizer and its schedule. Knobs left at None take optax's default; one the optimizer lacks raises."""
 
     name: str = "adamw"
-    """One of `OPTIMIZER_KNOBS`."""
+    """`adamw`, `adam`, `lion`, `adafactor`, `adagrad`, `lamb`, `sgd`, `muon` or `schedule_free_adamw`."""
     learning_rate: float = 3e-4
     """Peak learning rate. WarmupDecayLR, OneCycle and LRRangeTest have theirs in `schedule_arguments`, as in DeepSpeed."""
     schedule: str = "constant"
     """After the warm-up: `constant`, `linear` or `cosine`, down to `min_ratio` of the peak at the run's last step; or one of
-    DeepSpeed's by its name (`SCHEDULES`), whose arguments are in `schedule_arguments`."""
+    DeepSpeed's, `WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle` or `LRRangeTest`, whose arguments are in `schedule_arguments`."""
     schedule_arguments: Mapping[str, Any] = field(default_factory=Arguments)
     """Arguments of a DeepSpeed schedule, by DeepSpeed's names."""
     warmup_steps: int = 0

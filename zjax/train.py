@@ -27,6 +27,7 @@ from zjax.audit import audit_here
 from zjax.checkpoint import Checkpointer, CheckpointError
 from zjax.checkpoint.weights import import_params, open_weights, own_names
 from zjax.config import TrainConfig
+from zjax.console import output
 from zjax.data import DTYPES, Batches, Corpus, EvalBatches, hold_out, load_corpus, prefetch
 from zjax.describe import summary
 from zjax.estimate.hardware import chip_of_kind
@@ -141,7 +142,7 @@ def run(
       NonFiniteError: the run makes no progress any more; its last good state is saved.
     """
     first = jax.process_index() == 0
-    console = (console or Console()) if first else Console(quiet=True)
+    console = (console or output(80)) if first else Console(quiet=True)
     model = model_of(config)
     plan = plan_run(config, make_mesh(config.mesh, devices))
     check_batch(plan, abstract_batch(config))

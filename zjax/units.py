@@ -359,9 +359,14 @@ def join(at: str, name: str) -> str:
     return "/".join(part for part in (at, name) if part)
 
 
+def _tracing() -> Tracing | None:
+    """The step that is being traced. A function: the classes below are pickled by value, with the globals they name, this not."""
+    return plan_context.value
+
+
 def _nnx_class(cls: type, at: str, policy: RematPolicy | None) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if plan_context.value is None:
+        if _tracing() is None:
             return cls.__call__(self, *args, **kwargs)
         graphdef, params, rest = nnx.split(self, nnx.Param, ...)
 
@@ -379,7 +384,7 @@ def _nnx_class(cls: type, at: str, policy: RematPolicy | None) -> type:
 
 def _linen_class(cls: Any, at: str | None, policy: RematPolicy | None) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tracing: Tracing | None = plan_context.value
+        tracing = _tracing()
         if (tracing is None and policy is None) or self.is_initializing():
             return cls.__call__(self, *args, **kwargs)
         path = "/".join(self.path) if at is None else at

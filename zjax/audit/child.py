@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -47,12 +48,19 @@ class Request:
 def main(request_path: str, response_path: str) -> None:
     """Compiles the request; writes `response.json` and `hlo.txt` into the response directory."""
     response = Path(response_path)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         request = cloudpickle.loads(Path(request_path).read_bytes())
         answer = compile_request(request, response)
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
     (response / "response.json").write_text(json.dumps(answer))
+
+
+def _end_with_parent() -> None:
+    """Waits for the end of stdin, which is the parent's; a compilation nobody waits for would go on for minutes."""
+    os.read(0, 1)  # not sys.stdin, whose lock Python would want back when it ends
+    os._exit(1)
 
 
 def compile_request(request: Request, response: Path) -> dict[str, Any]:
@@ -75,7 +83,10 @@ def compile_request(request: Request, response: Path) -> dict[str, Any]:
         started = time.perf_counter()
         compiled = lowered.compile(compiler_options=NO_MACHINE_CODE | request.compiler_options)
         seconds = time.perf_counter() - started
-        hlo, figures = compiled.as_text(), memory_figures(compiled.memory_analysis()) | {"compile_seconds": seconds}
+        hlo, figures = (
+            compiled.as_text(),
+            memory_figures(compiled.memory_analysis(), request.target.platform) | {"compile_seconds": seconds},
+        )
         _store(entry, hlo, figures)
         found = _load(entry) or (hlo, figures)  # of several processes that compile the same, all report the first's
     hlo, figures = found
@@ -101,11 +112,11 @@ def kernels_in(lowered: str) -> list[str]:
     return sorted(set(re.findall(r"custom_call @((?:__cudnn\$|triton|tpu_custom_call|mosaic)[\w$.]*)", lowered)))
 
 
-def memory_figures(analysis: Any) -> dict[str, int]:
-    """Bytes a device by kind, as the compiler counts them; 0 for what a backend does not tell."""
+def memory_figures(analysis: Any, platform: str) -> dict[str, int]:
+    """Bytes a device by kind, as the compiler counts them; 0 for what it does not tell, as the CPU's the peak with temporaries."""
     names = ("argument", "output", "alias", "temp", "host_argument", "host_output", "host_temp")
     sizes = {name: int(getattr(analysis, f"{name}_size_in_bytes", 0) or 0) for name in names}
-    return sizes | {"peak": int(getattr(analysis, "peak_memory_in_bytes", 0) or 0)}
+    return sizes | {"peak": 0 if platform == "cpu" else int(getattr(analysis, "peak_memory_in_bytes", 0) or 0)}
 
 
 def _cache_entry(request: Request, place: Place, lowered: str) -> Path | None:

@@ -68,7 +68,13 @@ def compile_for_target(request: Request) -> Compiled:
             str(path / "request"),
             folder,
         ]
-        child = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+        # The child ends when its stdin does: with this process, however that ends.
+        reading, writing = os.pipe()
+        try:
+            child = subprocess.run(command, env=environment, stdin=reading, capture_output=True, text=True, errors="replace")
+        finally:
+            os.close(reading)
+            os.close(writing)
         if not (path / "response.json").exists():
             raise AuditError(f"{request.target.text}: {_crash(child.returncode, child.stderr)}")
         answer = json.loads((path / "response.json").read_text())

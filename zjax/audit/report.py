@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from zjax.audit.findings import Finding, peak_bytes
 from zjax.audit.schedule import Run, Timeline
 from zjax.audit.targets import Target
+from zjax.console import TextConsole
 from zjax.describe import mode_name
 from zjax.estimate import minimum_wire_bytes
 from zjax.plan import Plan
@@ -110,7 +109,7 @@ class Audit:
 
     def __str__(self) -> str:
         """The audit for people: the program's figures, its collectives, its findings."""
-        console = Console(file=io.StringIO(), width=160, color_system=None)
+        console = TextConsole(160)
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.plan.mesh.shape.items() if size > 1) or "1 device"
         say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
         say(
@@ -126,8 +125,9 @@ class Audit:
         ideal = minimum_wire_bytes(self.plan)
         ratio = f", {self.wire_bytes / ideal:.3f} x the mode's minimum {_gib(ideal)}" if ideal else ""
         say(f"wire: {_gib(self.wire_bytes)} a device and step{ratio}; between hosts or slices {_gib(self._wire(True))}")
+        share = f", {self.exposed_seconds / self.timeline.seconds:.1%} of the step" if self.timeline.seconds else ""
         say(
-            f"exposed: {self.exposed_fraction:.1%} of the bytes have no matrix product beside them; the time model waits {self.exposed_seconds * 1e3:.2f} ms"
+            f"exposed: {self.exposed_fraction:.1%} of the bytes have no matrix product beside them; the time model waits {self.exposed_seconds * 1e3:.2f} ms{share}"
         )
         mfu = f", MFU {self.mfu:.1%}" if self.mfu is not None else ""
         say(
@@ -140,8 +140,7 @@ class Audit:
         say(f"findings: {len(self.findings) or 'none'}")
         for finding in self.findings:
             say(f"  {finding}")
-        assert isinstance(console.file, io.StringIO)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        return str(console)
 
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD)

@@ -150,7 +150,7 @@ def audit_here(step: TrainStep, batch: PyTree) -> Audit:
     options = xla_flags(goal.platform, step.plan) if step.compiler_options is None else step.compiler_options
     program = Compiled(
         hlo=compiled.as_text() or "",
-        memory=memory_figures(compiled.memory_analysis()),
+        memory=memory_figures(compiled.memory_analysis(), goal.platform),
         compile_seconds=seconds,
         place=place_here(step.plan.mesh.shape, devices),
         marked=frozenset(marked),

@@ -143,7 +143,7 @@ TEXTS = (
     ("which dim is cut", "-", "shard_placement_fn", "-", "`build_plan(shard_placement=...)`, or rules"),
     ("hybrid: all-reduce on the last micro-batch", "-", "set_requires_all_reduce(False)", "-", "always, in the explicit engine"),
     ("born sharded", "param_init_fn, the meta device", "to_empty, the meta device", "zero.Init", "`init_state(plan, key)`"),
-    ("whole weights", "StateDictType.FULL_STATE_DICT, summon_full_params", "full_state_dict=True", "stage3_gather_16bit_weights_on_model_save", "`state.params` are global arrays; their export is not available yet"),
+    ("whole weights", "StateDictType.FULL_STATE_DICT, summon_full_params", "full_state_dict=True", "stage3_gather_16bit_weights_on_model_save", "`zjax export`; `state.params` are global arrays"),
     ("checkpoint in shards", "StateDictType.SHARDED_STATE_DICT", "torch.distributed.checkpoint", "universal checkpoints", "`Checkpointer(dir).save(state)`; any plan restores it"),
     ("checkpoint of each rank's own", "StateDictType.LOCAL_STATE_DICT", "-", "save_checkpoint", "none: it would bind a checkpoint to its world size"),
     ("optimizer state by parameter", "optim_state_dict()", "get_optimizer_state_dict", "safe_get_full_optimizer_state", "`state.opt_state` is optax's own, of global arrays"),
