@@ -295,7 +295,8 @@ def test_what_is_whole_at_the_head_and_at_a_layer():
     assert (of(prefetch=0).head, of(prefetch=0).gathered) == (2 * single, 2 * layer)
     assert of(reshard_after_forward=False).gathered == 4 * layer + layer
     # Gathered once a step, the embedding and the head are whole all the while, too.
-    once = of(reshard_after_backward=False)
+    knobs = ZeroConfig(stage=3, reshard_after_backward=False)
+    once = memory_of(plan_of(shapes, 3, units=units, micro_batches=2, zero=knobs, fsdp=8), None)
     assert once.gathered == 4 * layer + 2 * single + layer
     assert once.peak == once.state + once.gradients + 4 * layer + 2 * single + max(layer, single)
     stage_2 = memory_of(plan_of(shapes, 2, units=units, fsdp=8), None)
