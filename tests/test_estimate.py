@@ -282,6 +282,33 @@ def test_values_kept_by_name():
         decoder.saved_bytes("names", ("atention",))
 
 
+# --- the moments of a step -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_whole_at_the_head_and_at_a_layer():
+    """The head's parameters and gradients beside the last layer, which waits for its backward; else up to three layers."""
+    shapes = {"layers": (4, 64, 512), "embed": (1000, 64), "head": (64, 1000)}
+    layer, single = 64 * 512 * 2, 64_000 * 2
+    units = ("layers[*]", "embed", "head")
+    of = lambda **zero: memory_of(plan_of(shapes, 3, units=units, zero=ZeroConfig(stage=3, **zero), fsdp=8), None)  # noqa: E731
+    assert (of().head, of().gathered) == (2 * single + layer, 3 * layer)
+    assert (of(prefetch=0).head, of(prefetch=0).gathered) == (2 * single, 2 * layer)
+    assert of(reshard_after_forward=False).gathered == 4 * layer + layer
+    # Gathered once a step, the embedding and the head are whole all the while, too.
+    knobs = ZeroConfig(stage=3, reshard_after_backward=False)
+    once = memory_of(plan_of(shapes, 3, units=units, micro_batches=2, zero=knobs, fsdp=8), None)
+    assert once.gathered == 4 * layer + 2 * single + layer
+    assert once.peak == once.state + once.gradients + 4 * layer + 2 * single + max(layer, single)
+    stage_2 = memory_of(plan_of(shapes, 2, units=units, fsdp=8), None)
+    assert (stage_2.head, stage_2.gathered) == (single, layer)
+
+
+def test_a_layer_of_405b_at_its_most():
+    """Of its compiled program, MLP backward: three arrays of the MLP's width and seven of the stream's, of 8192 tokens in bf16."""
+    working = decoder_of("llama3_405b").working_bytes(scores_in_memory=False)
+    assert working["mlp"] * 8192 == pytest.approx(8192 * 2 * (3 * 53248 + 7 * 16384), rel=0.01)
+
+
 # --- DeepSpeed's estimators -----------------------------------------------------------------------------------------------------
 
 ZERO3_CASES = [(o, p, i) for o, p in ((True, True), (True, False), (False, False)) for i in (True, False)]

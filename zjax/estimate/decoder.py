@@ -95,15 +95,30 @@ class Decoder:
         """Operations a token of one layer's scores and their product with the values, forward: 4 T D, the masked half counted."""
         return 4.0 * length * self.query_width
 
-    def working_bytes(self, *, scores_in_memory: bool, itemsize: int = 2) -> int:
-        """Bytes a token of one layer while it is computed again and differentiated: its residuals and a gradient of the MLP.
+    @property
+    def mlp_share(self) -> float:
+        """Share of a layer's matrices that are the MLP's."""
+        attention = 2 * self.query_width + 2 * self.kv_width
+        return 3 * self.mlp_width / (3 * self.mlp_width + attention)
 
-        `scores_in_memory`: attention in XLA, a block of queries at a time, holds a block's scores, weights and their
-        gradient, in float32.
+    def working_bytes(self, *, scores_in_memory: bool, itemsize: int = 2) -> dict[str, int]:
+        """Bytes a token of one layer while it is computed again and differentiated, in each phase of its backward.
+
+        `mlp`: gate, up and a gradient; the stream before and after each norm and its gradient; what attention's backward
+        will need (queries, keys, values, output). `attention`: gate, up and their gradients, which wait for the products
+        that give the weights' gradients; the streams; queries, keys, values, output and their gradients, and where
+        `scores_in_memory`, attention in XLA, a block's scores and their gradient in float32, both once more in the dtype of
+        the products, and float32 sums of the keys' and values' gradients. `gradients`: what those last products read.
         """
-        scores = 3 * self.n_heads // self.tensor * QUERY_BLOCK * 4 if scores_in_memory else 0
-        return self.residual_bytes(itemsize) + itemsize * self.mlp_width + scores
+        d, q, kv, f = self.d_model, self.query_width, self.kv_width, self.mlp_width
+        heads = self.n_heads // self.tensor
+        scores = heads * QUERY_BLOCK * 2 * (4 + itemsize) + 4 * 2 * kv if scores_in_memory else 0
+        return {
+            "mlp": itemsize * (3 * f + 5 * d + 2 * q + 2 * kv),
+            "attention": itemsize * (4 * f + 5 * d + 4 * q + 4 * kv) + scores,
+            "gradients": itemsize * (4 * f + 2 * d + 2 * q + 2 * kv),
+        }
 
     def head_bytes(self, itemsize: int = 2) -> int:
-        """Bytes a token of the logits, their float32 form, and their gradient."""
-        return (2 * itemsize + 4) * self.vocab_size // self.tensor
+        """Bytes a token of the logits and their gradient. Their float32 form is never whole: XLA fuses it into the loss."""
+        return 2 * itemsize * self.vocab_size // self.tensor

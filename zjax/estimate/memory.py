@@ -55,13 +55,13 @@ class Memory:
     gradients: int
     """The accumulator, and with several micro-batches the gradients of the one at work."""
     gathered: int
-    """Units that are whole at once, and the gradients of a layer that are."""
+    """Parameters that are whole beside the layer at work, its own among them, and the gradients of a layer that are."""
     activations: int
     """Kept from the forward to the backward, of all layers."""
     working: int
     """Of the layer that is computed again and differentiated."""
     head: int
-    """Logits, and the head's parameters and gradients while they are whole."""
+    """Logits, the head's parameters and gradients while they are whole, and what is whole of the layers meanwhile."""
     margin: int
     not_covered: tuple[str, ...] = ()
     """What is held too, and not counted."""
@@ -73,9 +73,8 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The larger of two moments: a layer's backward, when gradients are accumulated, and the head's."""
-        at_layer = self.gradients + self.gathered + self.working
-        return self.state + self.activations + max(at_layer, self.head)
+        """The larger of two moments: a layer's backward, and the head's. XLA makes room for the gradients before either."""
+        return self.state + self.activations + self.gradients + max(self.gathered + self.working, self.head)
 
     def fits(self, memory: float) -> bool:
         """Whether peak and margin lie within a device's memory, in bytes."""
@@ -94,29 +93,29 @@ def memory_of(plan: Plan, work: Work | None, *, memory: float = math.inf, margin
     held = bytes_per_device(plan)
     decoder = work.decoder if work else None
     layers = _stacked_layers(plan)
-    activations = working = logits = 0
+    activations = logits = 0
+    working = {"mlp": 0, "attention": 0, "gradients": 0}
     missing = ["buffers of libraries and of the compiler beyond the margin"]
     if physical_axes(plan.mesh, "tensor"):
         missing.append("what XLA moves and holds over `tensor` beyond the products' own all-reduces: audit it")
     if work and decoder:
         itemsize = max(leaf.forward.dtype.itemsize for leaf in plan.part("params") if leaf.forward)
-        saved = decoder.saved_bytes(work.remat, work.remat_names, itemsize)
-        activations = work.tokens * saved * layers
-        again = decoder.working_bytes(scores_in_memory=work.scores_in_memory, itemsize=itemsize)
-        inputs = decoder.saved_bytes("full", itemsize=itemsize)
-        working = work.tokens * max(again - max(saved - inputs, 0), 0)
+        activations = work.tokens * decoder.saved_bytes(work.remat, work.remat_names, itemsize) * layers
+        working = decoder.working_bytes(scores_in_memory=work.scores_in_memory, itemsize=itemsize)
         logits = work.tokens * decoder.head_bytes(itemsize)
     else:
         missing.append("activations: the model is not of the decoder family" if work else "activations: no batch is given")
+    whole = _whole(plan, decoder.mlp_share if decoder else 0.0)
+    moment = max(working, key=lambda phase: whole[phase] + (work.tokens if work else 0) * working[phase])
     return Memory(
         params=held["params"],
         master=held["master"],
         optimizer=held["optimizer"],
         gradients=held["gradients"] + _micro_batch_gradients(plan),
-        gathered=_gathered(plan),
+        gathered=round(whole[moment]),
         activations=activations,
-        working=working,
-        head=logits + _single_units(plan),
+        working=(work.tokens if work else 0) * working[moment],
+        head=logits + round(whole["head"]),
         margin=round(margin * memory) if math.isfinite(memory) else 0,
         not_covered=tuple(missing),
     )
@@ -157,32 +156,38 @@ def _scatters(leaf: LeafPlan) -> bool:
     return leaf.accumulator is not None and leaf.forward is not None and spec_axes(leaf.accumulator.spec) != spec_axes(leaf.forward.spec)
 
 
-def _gathered(plan: Plan) -> int:
-    """Whole parameters and gradients at the worst moment of the layer loop."""
-    kept, at_work = 0.0, defaultdict[str, float](float)
-    for unit, leaves in unit_leaves(plan).items():
-        if not any(leaf.stacked for leaf in leaves) and any(leaf.stacked for leaf in plan.part("params")):
-            continue  # the embedding and the head are whole at another time
+def _whole(plan: Plan, mlp_share: float) -> dict[str, float]:
+    """Bytes of whole parameters and gradients at the head, and at each phase of a layer's backward.
+
+    While the MLP is differentiated those are the layer's parameters and, where the loop scatters a layer late, the
+    gradients of the one after it. The MLP's parameters are not needed while attention is. XLA puts the products that
+    give the layer's own gradients last, beside the gathering of the layer before.
+    """
+    kept, parameters, gradients = 0.0, defaultdict[str, float](float), defaultdict[str, float](float)
+    prefetched = set[str]()
+    units = unit_leaves(plan)
+    stacked = {unit for unit, leaves in units.items() if any(leaf.stacked for leaf in leaves)}
+    for unit, leaves in units.items():
         for leaf in leaves:
             one = _layer_bytes(plan, leaf)
-            if not plan.zero.reshard_after_backward or leaf.kept_gathered:
-                kept += one * layers_of(leaves) * _moves(leaf)
+            if _moves(leaf) and (not plan.zero.reshard_after_backward or (leaf.kept_gathered and unit in stacked)):
+                kept += one * layers_of(leaves)
             elif _moves(leaf):
-                at_work[unit] += one * (1 + plan.zero.prefetch if leaf.stacked else 1)
+                parameters[unit] += one
             if _scatters(leaf):
-                at_work[unit] += _layer_bytes(plan, leaf, gradient=True)
-    return round(kept + max(at_work.values(), default=0.0))
-
-
-def _single_units(plan: Plan) -> int:
-    """The largest unit that is not a layer: its parameters and gradients while they are whole."""
-    sizes = defaultdict[str, float](float)
-    for unit, leaves in unit_leaves(plan).items():
-        for leaf in leaves:
-            if not leaf.stacked:
-                sizes[unit] += _layer_bytes(plan, leaf) * _moves(leaf)
-                sizes[unit] += _layer_bytes(plan, leaf, gradient=True) if leaf.trained else 0
-    return round(max(sizes.values(), default=0.0))
+                gradients[unit] += _layer_bytes(plan, leaf, gradient=True)
+        if unit in stacked and plan.zero.prefetch and not any(leaf.kept_gathered for leaf in leaves):
+            prefetched.add(unit)
+    largest = max(stacked or units, key=lambda unit: parameters[unit] + gradients[unit])
+    late = gradients[largest] if largest in prefetched else 0.0
+    ahead = parameters[largest] if largest in prefetched else 0.0
+    single = max((parameters[unit] + gradients[unit] for unit in units if unit not in stacked), default=0.0)
+    return {
+        "mlp": kept + parameters[largest] + late,
+        "attention": kept + parameters[largest] * (1 - mlp_share) + max(late, gradients[largest] * mlp_share),
+        "gradients": kept + parameters[largest] + ahead + gradients[largest],
+        "head": kept + single + ahead,  # the last layer's parameters stay whole from its forward to its backward
+    }
 
 
 def _micro_batch_gradients(plan: Plan) -> int:

@@ -29,8 +29,8 @@ RESIDUAL_PASSES = {"forward": 0.5, "backward": 0.8}
 """Times a layer's residuals do; what is saved of them once more."""
 SCORE_BYTES = {"forward": 24.0, "backward": 45.0}
 """Bytes a query, key and head of attention in XLA, which holds scores in memory."""
-LOGIT_PASSES = 2.0
-"""Times logits, their float32 form and their gradient do."""
+LOGIT_PASSES = 4.0
+"""Times logits and their gradient do."""
 
 
 @dataclass(frozen=True, kw_only=True)
