@@ -73,10 +73,11 @@ def test_nothing_fits_and_how_many_devices_would_is_said():
     assert advice.first is None
     told = " ".join(reasons(advice))
     assert "Offload: nothing fits" in told
-    needed = int(told.split("About ")[1].split()[0])
-    # 16 bytes a parameter alone are 14 devices' memory.
-    assert 14 < needed <= 24
-    assert advise(question("llama3_70b", "h100", 8 * -(-needed // 8), sequence=2048)).first is not None
+    needed = int(told.split(" devices would hold it")[0].split()[-1])
+    # 16 bytes a parameter alone are 14 devices' memory; a layer's weights and activations beside them are too much for 16.
+    assert needed == 32
+    assert advise(question("llama3_70b", "h100", 16, sequence=2048)).first is None
+    assert advise(question("llama3_70b", "h100", needed, sequence=2048)).first is not None
     assert advise(question("llama3_70b", "h100", needed // 8 * 8, sequence=2048)).first is None or needed % 8 == 0
 
 
@@ -223,8 +224,7 @@ def test_the_first_choice_compiles_and_fits(capsys, model, hardware, devices):
     assert status == 0 and row["fits"], row
     assert row["state"]["predicted"] == pytest.approx(row["state"]["audited"], rel=0.01)
     assert row["wire"]["predicted"] == pytest.approx(row["wire"]["audited"], rel=0.03)
-    # Of 405B it is 13% above the truth: a layer alone is 6 GiB, and XLA holds fewer of them at once than may be.
-    assert row["peak"]["predicted"] == pytest.approx(row["peak"]["audited"], rel=0.15 if model == "llama3_405b" else 0.10)
+    assert row["peak"]["predicted"] == pytest.approx(row["peak"]["audited"], rel=0.10)
     assert time.monotonic() - started < 600 and jax.default_backend() == "cpu"
 
 
@@ -236,3 +236,11 @@ def test_one_device_is_advised_to_shard_nothing_without_a_warning(hardware, caps
     told = capsys.readouterr().out
     assert "nothing to shard over" in told and "stage 0" in told and "1 sequence of" in told
     assert "stage 1 (" not in told.split("What would change")[0]
+
+
+@pytest.mark.parametrize(("model", "devices", "near"), [("llama3_405b", 512, True), ("llama2_7b", 64, False)])
+def test_a_first_choice_near_what_xla_plans_for_is_told(model, devices, near):
+    advice = advise(question(model, "h100", devices, sequence=8192 if near else 2048))
+    share = advice.first.memory.peak / advice.question.cluster.chip.memory
+    assert (share > 0.76) == near
+    assert ("to stay within 76%" in reasons(advice)[-1]) == near

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -38,7 +39,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
 
     Raises `ConfigError` on an unknown key (with the nearest known one), a value of the wrong type, or a broken rule.
     """
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     built = {}
     for key, value in values.items():
         name = f"{path}{key}"
@@ -63,16 +64,21 @@ def _section_of(hint: Any) -> type | None:
     return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
 
 
+@functools.cache
+def _hints(config: type) -> dict[str, Any]:
+    return typing.get_type_hints(config)
+
+
 def check_types(config: Any, path: str) -> None:
     """Puts each field in the form its annotation names (an int for a float, a list for a tuple), or raises."""
-    for name, hint in typing.get_type_hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():
         object.__setattr__(config, name, _typed(hint, getattr(config, name), path + name))
 
 
 def _typed(hint: Any, value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, typing.cast(type, hint)):
-            raise ConfigError(f"{name}={value!r}: must be a section with keys {', '.join(typing.get_type_hints(hint))}")
+            raise ConfigError(f"{name}={value!r}: must be a section with keys {', '.join(_hints(hint))}")
         return value
     if typing.get_origin(hint) is Mapping:
         if not isinstance(value, Mapping):
@@ -81,7 +87,7 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
     section = _section_of(hint)
     if section is not None:
         if not isinstance(value, (list, tuple)) or not all(isinstance(each, section) for each in value):
-            raise ConfigError(f"{name}={value!r}: must be a list of sections with keys {', '.join(typing.get_type_hints(section))}")
+            raise ConfigError(f"{name}={value!r}: must be a list of sections with keys {', '.join(_hints(section))}")
         return tuple(value)
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for option in options:

@@ -14,6 +14,9 @@ from zjax.estimate.timing import tokens_to_hide
 from zjax.fields import ConfigError
 
 GIB = 2**30
+XLA_PLANS_FOR = 0.80 * 0.95
+"""Share of a GPU's memory that XLA's compiler keeps a program within where it can, by computing values again: 80% of what the
+device has, times the default of xla_gpu_memory_limit_slop_factor."""
 
 
 def reasons(advice: Advice) -> list[str]:
@@ -70,8 +73,10 @@ def _offload(advice: Advice) -> str:
         f"where {_gib(room)} can be used."
     )
     if fixed < room:
-        needed = math.ceil(sharded / (room - fixed))
-        return f"{text} About {needed} devices would hold it with the same sequences a device, or the optimizer's state on the host ({_gib(memory.master + memory.optimizer)} a device)."
+        devices = advice.question.cluster.devices
+        # Doubled, as counts that divide the model's dims are: over 17 or 24 devices most leaves would stay whole.
+        needed = devices * 2 ** math.ceil(math.log2(sharded / (room - fixed) / devices))
+        return f"{text} {needed} devices would hold it with the same sequences a device, or the optimizer's state on the host ({_gib(memory.master + memory.optimizer)} a device)."
     return f"{text} More devices do not help: {_gib(fixed)} of it is a layer's weights and the activations of its sequences. Use shorter sequences, or fewer of them a device."
 
 
@@ -145,6 +150,12 @@ def _tokens(first: Candidate) -> str:
 def _ranking(advice: Advice, first: Candidate) -> str:
     mfu = advice.mfu(first)
     text = f"So: {first.mode} takes {first.time.seconds:.3g} s a step (MFU {mfu:.0%}), {_gib(first.memory.peak)} at its peak."
+    chip = advice.question.cluster.chip
+    if chip.platform == "gpu" and first.memory.peak > XLA_PLANS_FOR * chip.memory:
+        text += (
+            f" That is {first.memory.peak / chip.memory:.0%} of the memory: XLA computes values again to stay within {XLA_PLANS_FOR:.0%}, "
+            "which this time does not count; --verify=1 has what it comes to."
+        )
     for each in advice.families()[1:3]:
         if each in advice.ranked:
             text += f" {each.mode}: {_slower(each.time.seconds / first.time.seconds - 1)}, {_gib(each.memory.peak)}."
