@@ -65,7 +65,7 @@ def _section_of(hint: Any) -> type | None:
 
 
 @functools.cache
-def _hints(config: type) -> dict[str, Any]:
+def _hints(config: Any) -> dict[str, Any]:
     return typing.get_type_hints(config)
 
 
