@@ -386,8 +386,9 @@ def test_the_docs_build_without_a_warning(tmp_path):
     assert "zjax.build_plan" in (html / "reference" / "api.html").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_docs_build_with_their_notebooks_executed(tmp_path):
+    """In CI each notebook is run once, by a test of its own."""
     html = build(tmp_path)
     for notebook in (ROOT / "colab").glob("*.ipynb"):
         assert (html / "notebooks" / f"{notebook.stem}.html").is_file()

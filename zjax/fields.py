@@ -7,7 +7,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 T = typing.TypeVar("T")
@@ -64,9 +64,8 @@ def _section_of(hint: Any) -> type | None:
     return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
 
 
-@functools.cache
-def _hints(config: Any) -> dict[str, Any]:
-    return typing.get_type_hints(config)
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+"""Of a config's class; reading them anew was a fifth of the time of `zjax advise`."""
 
 
 def check_types(config: Any, path: str) -> None:
