@@ -158,7 +158,7 @@ def tiny(words, corpus):
     ]
 
 
-TRAINED = "zjax train --config=configs/llama_tiny.py --workdir=runs/llama"
+TRAINED = "zjax train --config=configs/llama_tiny.py --workdir=runs/llama_tiny"
 """The one run whose checkpoints the other lines need; the others train in the slow test."""
 
 

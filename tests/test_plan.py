@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import warnings
 from pathlib import Path
 
 import jax
@@ -680,3 +681,15 @@ def test_one_label_may_stand_for_several_parameters():
     moments = {leaf.path: leaf.rest.spec for leaf in plan.part("optimizer") if leaf.shape}
     assert [path.rpartition("inner_state/")[2] for path in moments] == ["0/mu/head/w", "0/nu/head/w"]
     assert set(moments.values()) == {P("fsdp")}
+
+
+def test_a_degree_that_divides_next_to_nothing_is_told_and_a_few_odd_leaves_are_not():
+    init = lambda key: {"w": jnp.zeros((64, 64)), "odd": jnp.zeros((5, 7))}  # noqa: E731
+    build = lambda fsdp: zjax.build_plan(
+        zjax.ZeroConfig(stage=3), init, optax.sgd(0.1), zjax.abstract_mesh(zjax.MeshConfig(fsdp=fsdp), fsdp)
+    )  # noqa: E731
+    with pytest.warns(UserWarning, match=r"zero\.stage=3 over fsdp 3: 2 of 2 leaves, 100% of the parameters, stay whole \(params/odd"):
+        build(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build(8)

@@ -216,6 +216,17 @@ def test_a_batch_of_another_shape_is_told_with_what_changed():
         state, _ = step(state, {"x": np.ones((16, 8), np.float32)})
 
 
+def test_a_state_that_was_given_away_is_told_instead_of_read():
+    init = lambda key: {"w": jnp.ones((8, 8))}  # noqa: E731
+    plan = build_plan(ZeroConfig(stage=3), init, optax.sgd(0.1), make_mesh(MeshConfig(fsdp=8)))
+    step = make_train_step(plan, lambda params, batch, rng: (jnp.sum(batch @ params["w"]), batch.shape[0]))
+    old, batch = init_state(plan, jax.random.key(0)), np.ones((8, 8), np.float32)
+    new, _ = step(old, batch)
+    with pytest.raises(ValueError, match=r"donated to an earlier step.*go on with the state that step returned"):
+        step(old, batch)
+    step(new, batch)
+
+
 def test_state_lies_where_the_plan_says_after_training(straight, corpus):
     config = six_steps(corpus)
     assert unplanned(train.plan_run(config, make_mesh(config.mesh)), straight[0].state) == []

@@ -1,6 +1,7 @@
 """The forms a unit takes: linen modules, nested and shared units, units by size, a policy of a unit's own, and their bound."""
 
 import re
+import warnings
 
 import cloudpickle
 import jax
@@ -337,3 +338,13 @@ def test_a_parameters_dtype_is_known_outside_its_unit():
     agree(plan_of(init, ("block",)), squares(seen), squares(lambda p, x: x @ p["block"]["w"]), batch())
     with pytest.raises(AttributeError, match=r"LocalParam\.shape: a parameter is used outside its unit"):
         one_step(plan_of(init, ("block",)), squares(lambda p, x: unit(p["block"], x) * p["block"]["w"].shape[0]), batch())
+
+
+def test_marks_that_the_plan_does_not_declare_are_told():
+    init = lambda key: {"block": {"w": jax.random.normal(key, (WIDTH, WIDTH))}}  # noqa: E731
+    loss = squares(lambda p, x: zjax.fully_shard(lambda p, x: x @ p["w"], at="block")(p["block"], x))
+    with pytest.warns(UserWarning, match=r"marks a unit at 'block', and the plan declares none: without build_plan\(units="):
+        one_step(plan_of(init, (), engine="auto"), loss, batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one_step(plan_of(init, ("block",), engine="auto"), loss, batch())

@@ -149,8 +149,9 @@ def _sizes_of(model: str, count: float) -> dict[str, int]:
 
     heads = next((heads for heads in range(1, 1000) if sized(heads)[2] <= heads), None)
     if heads is None or count < 1e7:
+        meant = f"; did you mean {model}B?" if model.isdecimal() and count < 1e4 else ""
         raise ConfigError(
-            f"--model={model}: decoders of 1e7 to 1e14 parameters can be made up; name a preset, or a config with --config=FILE"
+            f"--model={model}: decoders of 1e7 to 1e14 parameters can be made up{meant}; name a preset, or a config with --config=FILE"
         )
     width, hidden, layers = sized(heads)
     return {"d_model": width, "n_layers": layers, "n_heads": heads, "n_kv_heads": heads, "d_ff": hidden, "max_sequence": 2**20}

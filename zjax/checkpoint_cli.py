@@ -111,7 +111,7 @@ def _list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(rows))
         return 0
-    table = Table("step", "saved", "MiB", "leaves", "loss", "mesh", "state")
+    table = Table("step", "saved", "MiB", "leaves", "eval loss", "mesh", "state")
     for row in rows:
         if not row["whole"]:
             table.add_row(str(row["step"]), "", "", "", "", "", row["problem"])

@@ -61,7 +61,7 @@ def examine(config: MeshConfig, devices: Sequence[jax.Device]) -> dict[str, Any]
 
 def told(found: dict[str, Any]) -> str:
     """What `examine` found, for people."""
-    gib = lambda count: "not told" if count is None else f"{count / 2**30:.1f} GiB"  # noqa: E731
+    gib = lambda count: "unknown" if count is None else f"{count / 2**30:.1f} GiB"  # noqa: E731
     mesh = " x ".join(f"{name} {size}" for name, size in found["mesh"].items()) or "1 device"
     lines = [
         "versions: " + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),

@@ -301,9 +301,10 @@ def _constrained(plan: Plan, gradients: list[jax.Array], role: str) -> list[jax.
 def check_sums(result: Any) -> Sums:
     """Checks the loss contract; sums and weights come out as float32 scalars."""
     if not isinstance(result, tuple) or len(result) not in (2, 3):
+        returned = f"an array of shape {result.shape}" if isinstance(result, jax.Array) else type(result).__name__
         raise TypeError(
             "loss_fn must return (loss_sum, weight) or (loss_sum, weight, metrics), sums over the rows it is given, not means"
-            f"; it returned {type(result).__name__}. A loss that returns one mean can be wrapped in zjax.mean_loss"
+            f"; it returned {returned}. A loss that returns one mean can be wrapped in zjax.mean_loss"
         )
     loss_sum, weight, metrics = (*result, {})[:3]
     if jnp.shape(loss_sum) or jnp.shape(weight):

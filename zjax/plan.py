@@ -264,6 +264,7 @@ def build_plan(
     params = [_plan_frozen(leaf) if _is_frozen(leaf.name, frozen, trainable) else leaf for leaf in params]
     if not any(leaf.trained for leaf in params):
         raise ValueError(f"frozen={list(frozen)}, trainable={list(trainable)}: no parameter is left to train")
+    _warn_of_whole(params, zero, mesh)
     master = [_plan_master(leaf) for leaf in params if leaf.has_master]
 
     optimized = [jax.ShapeDtypeStruct(leaf.shape, jnp.float32) if leaf.trained else None for leaf in params]
@@ -375,6 +376,22 @@ def _plan_frozen(param: LeafPlan) -> LeafPlan:
     axes = tuple(axis for axis in param.zero_axes if axis in spec_axes(param.rest.spec))
     reason = param.reason or (None if axes else "frozen: only what is trained has state to shard")
     return dataclasses.replace(param, accumulator=None, optimizer=None, reduce=None, partial=(), zero_axes=axes, reason=reason)
+
+
+def _warn_of_whole(params: Sequence[LeafPlan], zero: ZeroConfig, mesh: AnyMesh) -> None:
+    """A degree that divides next to nothing leaves a stage only in name."""
+    axes = zero_axes(mesh)
+    if not zero.stage or degree(mesh, axes) == 1:
+        return
+    whole = [leaf for leaf in params if leaf.trained and leaf.optimizer and not set(spec_axes(leaf.optimizer.spec)) & set(axes)]
+    elements, total = (sum(math.prod(leaf.shape) for leaf in leaves) for leaves in (whole, params))
+    if 2 * elements > total:
+        degrees = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
+        warnings.warn(
+            f"zero.stage={zero.stage} over {degrees}: {len(whole)} of {len(params)} leaves, {elements / total:.0%} of the parameters, stay whole "
+            f"({whole[0].path}: {whole[0].reason}); plan.table() has every reason",
+            stacklevel=3,
+        )
 
 
 def _reject_idle_knobs(zero: ZeroConfig, precision: PrecisionConfig, accumulation: AccumulationConfig, units: Sequence[Unit]) -> None:

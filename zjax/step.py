@@ -55,9 +55,11 @@ class TrainStep:
         """One optimizer step; warns where it has to compile again.
 
         Raises:
-          ValueError: a batch that does not divide by data devices x micro-batches.
+          ValueError: a batch that does not divide by data devices x micro-batches; a state that an earlier step was given.
         """
         check_batch(self.plan, batch)
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):  # XLA's CPU runtime would crash
+            raise ValueError("state: it was donated to an earlier step and its memory is gone; go on with the state that step returned")
         self._note_compilation({name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(batch)})
         return self.jitted(state, batch)
 

@@ -173,7 +173,7 @@ def run(
         _say(
             console,
             f"nothing to train: the run is at step {resumed_at}"
-            + (f" of {config.steps}" if resumed_at == config.steps else f", and steps={config.steps}"),
+            + (f" of {config.steps}; a larger --config.steps goes on" if resumed_at == config.steps else f", and steps={config.steps}"),
         )
     elif resumed_at is not None and 0 < config.evaluation.patience <= meta["evaluation"]["since"]:
         _say(console, f"nothing to train: the run ended early at step {resumed_at}, evaluation.patience={config.evaluation.patience}")
@@ -199,7 +199,7 @@ def run(
         if writer:
             writer.close()
     if stopped_by is not None:
-        _say(console, f"stopped by {signal.Signals(stopped_by).name}; saved at step {int(state.step)}")
+        _say(console, f"stopped by {signal.Signals(stopped_by).name}; saved at step {int(state.step)}; the same command goes on")
         return Result(state, losses, stopped_by, Watch(**meta["evaluation"]))
     _report(config, model, corpus, state, losses, entropy, workdir, console)
     return Result(state, losses, None, Watch(**meta["evaluation"]))
@@ -282,7 +282,8 @@ def _loop(
             _say(console, told)
         bar.update(task, completed=done, state=f"loss {values['loss']:.3f}  {tokens / seconds:,.0f} tokens/s")
         if not console.is_terminal and (done % every == 0 or done == config.steps):
-            _say(console, f"step {done}/{config.steps} loss {values['loss']:.3f}, {tokens / seconds:,.0f} tokens/s")
+            left = f", {_duration((config.steps - done) * seconds)} left" if done < config.steps else ""
+            _say(console, f"step {done}/{config.steps} loss {values['loss']:.3f}, {tokens / seconds:,.0f} tokens/s{left}")
 
     every = max(1, config.steps // 20)  # lines of a log that is no terminal
     columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[state]}"), TimeRemainingColumn()
@@ -319,8 +320,15 @@ def _loop(
     return state, _agreed(caught.number, 0) if int(state.step) < config.steps else None
 
 
+def _duration(seconds: float) -> str:
+    """About so long."""
+    minutes = seconds / 60
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
 def _audited(step: TrainStep, batch: PyTree, workdir: Path, console: Console) -> None:
     """Compiles the step, writes the audit of its program into the workdir, and tells what contradicts the plan."""
+    _say(console, "compiling the step")
     try:
         audit = audit_here(step, batch)
     except Exception as error:  # a program that cannot be read can still be run

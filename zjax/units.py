@@ -11,6 +11,7 @@ import contextvars
 import dataclasses
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -157,6 +158,11 @@ def _gather_of(tracing: Tracing, at: str, params: PyTree, wait: jax.Array | None
     paths = [join(at, name) for name, _ in named]
     mine = [(path, at) in tracing.owners for path in paths]
     leaves = [plan.params[path] for path in paths]
+    if not plan.units and plan.zero.stage and plan.zero.engine == "auto":
+        warnings.warn(
+            f"fully_shard marks a unit at {at!r}, and the plan declares none: without build_plan(units=...) the partitioner engine takes it",
+            stacklevel=2,
+        )
     record_gathered([path for path, owned in zip(paths, mine, strict=True) if owned], at)
 
     def gathered(params: PyTree) -> PyTree:

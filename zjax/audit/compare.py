@@ -138,7 +138,12 @@ def table_of(cells: Sequence[Cell]) -> Table:
 
 def errors_of(cells: Sequence[Cell]) -> list[str]:
     """One line for every cell that failed."""
-    return [f"{cell.label}{' on ' + cell.target if cell.target else ''}: {cell.error.splitlines()[0]}" for cell in cells if cell.error]
+    lines = []
+    for cell in cells:
+        if cell.error:
+            where = cell.label + (f" on {cell.target}" if cell.target else "")
+            lines.append(f"{where}: {cell.error.splitlines()[0].removeprefix(f'{where}: ')}")
+    return lines
 
 
 def csv_of(cells: Sequence[Cell]) -> str:

@@ -110,10 +110,11 @@ class Audit:
     def __str__(self) -> str:
         """The audit for people: the program's figures, its collectives, its findings."""
         console = TextConsole(160)
+        batch = f", {self.tokens:,} tokens a step" if self.tokens else ""
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.plan.mesh.shape.items() if size > 1) or "1 device"
         say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
         say(
-            f"{mode_name(self.plan.zero, self.plan.mesh)} on {self.target.text} ({mesh}), {self.parameters:,} parameters, compiled in {self.compile_seconds:.1f} s"
+            f"{mode_name(self.plan.zero, self.plan.mesh)} on {self.target.text} ({mesh}), {self.parameters:,} parameters{batch}, compiled in {self.compile_seconds:.1f} s"
         )
         say(f"engine {self.plan.engine} ({self.plan.engine_reason})")
         if self.compiler_options:
@@ -129,10 +130,13 @@ class Audit:
         say(
             f"exposed: {self.exposed_fraction:.1%} of the bytes have no matrix product beside them; the time model waits {self.exposed_seconds * 1e3:.2f} ms{share}"
         )
-        mfu = f", MFU {self.mfu:.1%}" if self.mfu is not None else ""
-        say(
-            f"prediction (roofline, not a measurement): {self.timeline.seconds * 1e3:.2f} ms a step, {self.timeline.compute_seconds * 1e3:.2f} ms of it compute{mfu}"
-        )
+        if self.target.platform == "cpu":
+            say("prediction: none, simulated devices share the cores of one machine")
+        else:
+            mfu = f", MFU {self.mfu:.1%}" if self.mfu is not None else ""
+            say(
+                f"prediction (roofline, not a measurement): {self.timeline.seconds * 1e3:.2f} ms a step, {self.timeline.compute_seconds * 1e3:.2f} ms of it compute{mfu}"
+            )
         for name, count in sorted(self.timeline.unknown_kernels.items()):
             say(f"kernel of unknown cost: {name}, {count} times; predictions leave it out")
         for loop in self.timeline.unknown_loops:

@@ -55,7 +55,7 @@ def parse_target(text: str) -> Target:
 
 def _shape(text: str, topology: str, ranks: Sequence[int], forms: str) -> tuple[int, ...]:
     sizes = topology.split("x")
-    if not all(size.isdigit() and int(size) > 0 for size in sizes) or len(sizes) not in ranks:
+    if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes) or len(sizes) not in ranks:
         raise ConfigError(f"target {text!r}: {topology!r} must be {ranks[0]} positive numbers joined by 'x'; write it as {forms}")
     return tuple(int(size) for size in sizes)
 

@@ -122,7 +122,9 @@ def _chip(hardware: str) -> Chip:
             raise ConfigError(f"--hardware={hardware}: write it as {name} or {name}-80g")
         off = min(abs(int(size[:-1]) * unit / chip.memory - 1) for unit in (1e9, 2**30))
         if off > SIZE_TOLERANCE:
-            raise ConfigError(f"--hardware={hardware}: the {name} known here has {chip.memory / 2**30:.0f} GiB; write --hardware={name}")
+            raise ConfigError(
+                f"--hardware={hardware}: of {name}, only the one with {chip.memory / 1e9:.0f} GB is in the catalogue (--hardware={name})"
+            )
     return chip
 
 
