@@ -685,9 +685,10 @@ def test_one_label_may_stand_for_several_parameters():
 
 def test_a_degree_that_divides_next_to_nothing_is_told_and_a_few_odd_leaves_are_not():
     init = lambda key: {"w": jnp.zeros((64, 64)), "odd": jnp.zeros((5, 7))}  # noqa: E731
-    build = lambda fsdp: zjax.build_plan(
-        zjax.ZeroConfig(stage=3), init, optax.sgd(0.1), zjax.abstract_mesh(zjax.MeshConfig(fsdp=fsdp), fsdp)
-    )  # noqa: E731
+
+    def build(fsdp):
+        return zjax.build_plan(zjax.ZeroConfig(stage=3), init, optax.sgd(0.1), zjax.abstract_mesh(zjax.MeshConfig(fsdp=fsdp), fsdp))
+
     with pytest.warns(UserWarning, match=r"zero\.stage=3 over fsdp 3: 2 of 2 leaves, 100% of the parameters, stay whole \(params/odd"):
         build(3)
     with warnings.catch_warnings():
