@@ -114,13 +114,18 @@ def test_a_number_of_parameters_is_a_decoder_of_about_that_size(model, count):
 
 
 @pytest.mark.parametrize(("model", "hardware", "devices"), [("llama2_7b", "h100-80g", 8), ("llama3_405b", "h100", 512)])
-def test_advice_takes_less_than_five_seconds(model, hardware, devices):
-    """Of this processor, whatever else runs on it."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = zjax("advise", f"--model={model}", f"--hardware={hardware}", f"--devices={devices}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0, done.stderr
-    assert after.ru_utime - before.ru_utime < 5
+def test_advising_takes_no_longer_than_importing(model, hardware, devices):
+    """A ratio of processor times, since both are what the machine makes of them: 5 seconds in all on two cores of 2026."""
+
+    def processor_time(*arguments):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        done = zjax(*arguments)
+        assert done.returncode == 0, done.stderr
+        return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before, done
+
+    importing, _ = processor_time("--version")
+    all_of_it, done = processor_time("advise", f"--model={model}", f"--hardware={hardware}", f"--devices={devices}")
+    assert all_of_it < 2 * importing
     for word in ("Size:", "Stage:", "Offload:", "Sequence:", "Links:", "Tokens:", "So:", "What would change the answer:"):
         assert word in done.stdout
     assert not done.stderr

@@ -212,7 +212,7 @@ def test_on_a_torus_gathers_use_every_dim_and_reductions_one():
     [
         (("h100", 13), "--devices=13: does not divide over 2 hosts (13 % 2 = 1)"),
         (("h900", 8), "unknown chip 'h900'"),
-        (("h100-40g", 8), "--hardware=h100-40g: the h100 known here has 79 GiB"),
+        (("h100-40g", 8), "--hardware=h100-40g: of h100, only the one with 79 GiB"),
         (("h100-big", 8), "--hardware=h100-big: write it as h100 or h100-80g"),
         (("h100", 0), "--devices=0: must be positive"),
     ],

@@ -123,7 +123,7 @@ def _chip(hardware: str) -> Chip:
         off = min(abs(int(size[:-1]) * unit / chip.memory - 1) for unit in (1e9, 2**30))
         if off > SIZE_TOLERANCE:
             raise ConfigError(
-                f"--hardware={hardware}: of {name}, only the one with {chip.memory / 1e9:.0f} GB is in the catalogue (--hardware={name})"
+                f"--hardware={hardware}: of {name}, only the one with {chip.memory / 2**30:.0f} GiB is in the catalogue (--hardware={name})"
             )
     return chip
 
