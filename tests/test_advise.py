@@ -194,6 +194,7 @@ def test_nothing_fits_is_status_1(capsys):
     assert status == 1 and told["best"] is None and told["hardware"][0]["ranked"] == []
 
 
+@pytest.mark.slow
 def test_verified_candidates_are_compiled(capsys, tmp_path):
     """On the CPU, for which there is a compiler everywhere: state to the byte, and a rank agreement over all pairs."""
     corpus = write_corpus(tmp_path / "corpus.txt", 600)

@@ -210,6 +210,7 @@ def audited_step(loss, engine, target, **degrees):
     return audit_recipe(plan.recipe, loss, shapes, target=target, mesh=zjax.MeshConfig(**degrees))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "degrees"), [("partitioner", {"tensor": 2}), ("explicit", {})], ids=str)
 def test_a_tpu_runs_splash_attention(engine, degrees):
     audit = audited_step(model_with("auto").loss, engine, "tpu:v5e:2x4", **degrees)
@@ -223,6 +224,7 @@ def loss_with_cudnn(loss, params, batch, rng):
         return loss(params, batch, rng)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "degrees"), [("explicit", {"tensor": 2}), pytest.param("partitioner", {}, marks=pytest.mark.full)], ids=str
 )

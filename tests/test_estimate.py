@@ -387,6 +387,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stage 3", *(pytest.param(name, marks=pytest.mark.full) for name in COMPILED if name != "stage 3")])
 def test_prediction_against_a_compiled_program(name, monkeypatch):
     """State within 1%, wire within 3%, peak within 10%; predicted seconds within 15% of the audit's own roofline."""

@@ -99,6 +99,7 @@ COLLECTIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_lone_collective_is_read_as_written(programs, target, name):
@@ -117,6 +118,7 @@ def test_a_lone_collective_is_read_as_written(programs, target, name):
         assert c.torus_dims == {V5E: torus_dims[0], V5P: torus_dims[1]}.get(target, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gather", "scatter", "reduce", "exchange", "permute"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_collective_names_its_line(programs, target, name):
@@ -128,12 +130,14 @@ def test_a_collective_names_its_line(programs, target, name):
     assert run.collective.op_name.endswith(written[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", PROGRAMS["gather_bf16"].targets)
 def test_dtypes_are_those_on_the_wire(programs, target):
     (run,) = programs(target, "gather_bf16")[1].runs
     assert (run.collective.dtypes, run.collective.operand_bytes, run.wire_bytes) == (("bf16",), MIB / 2, 1.5 * MIB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", PROGRAMS["scan_of_seven"].targets)
 def test_a_loop_multiplies_its_collectives(programs, target):
     _, timeline = programs(target, "scan_of_seven")
@@ -141,6 +145,7 @@ def test_a_loop_multiplies_its_collectives(programs, target):
     assert timeline.unknown_loops == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", PROGRAMS["three_times_five"].targets)
 def test_nested_loops_multiply(programs, target):
     _, timeline = programs(target, "three_times_five")
@@ -148,6 +153,7 @@ def test_nested_loops_multiply(programs, target):
     assert counted == {("all-reduce", ("replica",)): (3, 3 * MIB), ("all-reduce", ("fsdp",)): (15, 15 * 1.5 * MIB)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", PROGRAMS["several"].targets)
 def test_combined_collectives_keep_their_bytes(programs, target):
     _, timeline = programs(target, "several")
@@ -159,6 +165,7 @@ def test_combined_collectives_keep_their_bytes(programs, target):
     assert wire == {("all-gather", ("fsdp",)): 6, ("reduce-scatter", ("fsdp",)): 6, ("all-reduce", ("replica",)): 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", PROGRAMS["beside_products"].targets)
 def test_a_gather_beside_products_is_covered(programs, target):
     _, timeline = programs(target, "beside_products")
@@ -172,6 +179,7 @@ def test_a_gather_beside_products_is_covered(programs, target):
         assert run.exposed_seconds < run.seconds / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", PROGRAMS["cube_scatter_all"].targets)
 def test_torus_dims_and_what_the_compiler_makes_of_them(programs, target):
     tpu = target == V5P
@@ -201,6 +209,7 @@ FLOPS = {name: einsum_flops(*written) for name, written in hlo_programs.EINSUMS.
 FLOPS |= {"product_scan": 6 * 2 * 512 * 1024 * 1024, "attention": ATTENTION_FLOPS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLOPS)
 @pytest.mark.parametrize("target", hlo_programs.ONE_OF_EACH)
 def test_products_cost_2mnk(programs, target, name):
@@ -214,11 +223,13 @@ def test_products_cost_2mnk(programs, target, name):
     assert timeline.unknown_kernels == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "passes"), [("f32_default", 1), ("f32_high", 3), ("f32_highest", 6), ("int8", 0.5)])
 def test_a_tpu_multiplies_f32_as_bf16(programs, name, passes):
     assert programs(V5E, name)[1].flops == passes * 2 * 512 * 1024 * 2048
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["windowed_scatter", "windowed_gather"])
 def test_windowed_products_step_by_two(programs, name):
     """Each device multiplies an eighth, and sends seven eighths of the 8 MiB; the compiler's ring may go once round (8) and set out (1)."""
@@ -231,6 +242,7 @@ def test_windowed_products_step_by_two(programs, name):
     assert any(run.covered for run in timeline.runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", hlo_programs.ONE_OF_EACH)
 def test_a_layer_of_a_stacked_weight_is_read_alone(programs, target):
     module, _ = programs(target, "product_scan")
@@ -798,6 +810,7 @@ def llama2_7b(tmp_path_factory) -> str:
     return text.read_text()
 
 
+@pytest.mark.slow
 def test_a_7b_program_is_read_fast(llama2_7b):
     place = Place({"fsdp": 8}, (0,) * 8, ())
     seconds = []
