@@ -93,7 +93,10 @@ def test_the_document_is_a_function_of_its_figures():
     assert "1. Not explained." in text
 
 
-CHEAP = ("1B gpu:h100:1x8 4 x 2048 zero.stage=0 remat=none", "1B tpu:v5e:2x4 2 x 2048 zero.prefetch=0")
+CHEAP = (
+    "1B gpu:h100:1x8 4 x 2048 zero.stage=0 remat=none",
+    pytest.param("1B tpu:v5e:2x4 2 x 2048 zero.prefetch=0", marks=pytest.mark.full),  # minutes
+)
 
 
 @pytest.mark.slow
