@@ -16,6 +16,7 @@ from matplotlib.figure import Figure  # noqa: E402
 
 from zjax import bytes_per_device  # noqa: E402
 from zjax.cli import load_config, planned, without_accelerator  # noqa: E402
+from zjax.estimate import chip_named  # noqa: E402
 
 PICTURE = ROOT / "docs" / "images" / "stages.svg"
 DEVICES = 8
@@ -66,8 +67,9 @@ def draw(path: Path) -> None:
         below = [b + s for b, s in zip(below, sizes, strict=True)]
     for x, total in enumerate(below):
         left.text(x, total + 1.5, f"{total:.1f}", ha="center")
-    left.axhline(84942979072 / GIB, color="black", linewidth=0.8, linestyle=":")
-    left.text(len(MODES) - 0.55, 84942979072 / GIB + 1.5, "H100", ha="right")
+    memory = chip_named("h100").memory / GIB
+    left.axhline(memory, color="black", linewidth=0.8, linestyle=":")
+    left.text(len(MODES) - 0.55, memory + 1.5, "H100", ha="right")
     left.set(ylabel="GiB a device", title="held: model state", ylim=(0, 112))
     left.legend(frameon=False)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from zjax.metrics import read_lines
+from zjax.metrics import lines_until
 
 GIB = 2**30
 
@@ -49,8 +49,7 @@ class MemoryLog:
         self._picture = folder / f"process-{jax.process_index()}.png"
         path = self._picture.with_suffix(".jsonl")
         folder.mkdir(parents=True, exist_ok=True)
-        self.lines = [line for line in read_lines(path) if line["step"] <= resumed_at]
-        path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        self.lines = lines_until(path, resumed_at)
         self._file = path.open("a")
 
     def write(self, step: int) -> None:

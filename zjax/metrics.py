@@ -22,11 +22,7 @@ class MetricsWriter:
     def __init__(self, workdir: Path, resumed_at: int):
         """Args: the directory; the step the run starts after."""
         path = workdir / "metrics.jsonl"
-        self.lines: list[dict[str, Any]] = [line for line in read_lines(path) if line["step"] <= resumed_at]
-        # Replaced whole: a run killed here must not lose the history.
-        rewritten = path.with_suffix(".tmp")
-        rewritten.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
-        rewritten.replace(path)
+        self.lines = lines_until(path, resumed_at)
         self._file = path.open("a")
         self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=resumed_at + 1)
 
@@ -59,7 +55,17 @@ def model_flops(tokens_per_second: float, flops_per_token: float, devices: int, 
     return {"tflops_per_device": flops / 1e12} | ({"mfu": flops / chip.flops} if chip else {})
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of a file of one JSON object a step, up to a step; the file is left with these alone."""
+    lines = [line for line in _read(path) if line["step"] <= step]
+    # Replaced whole: a run killed here must not lose the history.
+    rewritten = path.with_suffix(".tmp")
+    rewritten.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rewritten.replace(path)
+    return lines
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
     """The objects of a file of one JSON object a line; none where there is no file, without the half line a killed run leaves."""
     if not path.exists():
         return []

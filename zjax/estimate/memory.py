@@ -92,7 +92,7 @@ def memory_of(plan: Plan, work: Work | None, *, memory: float = math.inf, margin
     """
     held = bytes_per_device(plan)
     decoder = work.decoder if work else None
-    layers = _stacked_layers(plan)
+    layers, tokens = _stacked_layers(plan), work.tokens if work else 0
     activations = logits = 0
     working = {"mlp": 0, "attention": 0, "gradients": 0}
     missing = ["buffers of libraries and of the compiler beyond the margin"]
@@ -100,13 +100,13 @@ def memory_of(plan: Plan, work: Work | None, *, memory: float = math.inf, margin
         missing.append("what XLA moves and holds over `tensor` beyond the products' own all-reduces: audit it")
     if work and decoder:
         itemsize = max(leaf.forward.dtype.itemsize for leaf in plan.part("params") if leaf.forward)
-        activations = work.tokens * decoder.saved_bytes(work.remat, work.remat_names, itemsize) * layers
+        activations = tokens * decoder.saved_bytes(work.remat, work.remat_names, itemsize) * layers
         working = decoder.working_bytes(scores_in_memory=work.scores_in_memory, itemsize=itemsize)
-        logits = work.tokens * decoder.head_bytes(itemsize)
+        logits = tokens * decoder.head_bytes(itemsize)
     else:
         missing.append("activations: the model is not of the decoder family" if work else "activations: no batch is given")
     whole = _whole(plan, decoder.mlp_share if decoder else 0.0)
-    moment = max(working, key=lambda phase: whole[phase] + (work.tokens if work else 0) * working[phase])
+    moment = max(working, key=lambda phase: whole[phase] + tokens * working[phase])
     return Memory(
         params=held["params"],
         master=held["master"],
@@ -114,7 +114,7 @@ def memory_of(plan: Plan, work: Work | None, *, memory: float = math.inf, margin
         gradients=held["gradients"] + _micro_batch_gradients(plan),
         gathered=round(whole[moment]),
         activations=activations,
-        working=(work.tokens if work else 0) * working[moment],
+        working=tokens * working[moment],
         head=logits + round(whole["head"]),
         margin=round(margin * memory) if math.isfinite(memory) else 0,
         not_covered=tuple(missing),
